@@ -1,53 +1,30 @@
-"""ai-toolkit's `CONFIG.yaml`, a rule for each key; the longer rules are in `rules`."""
+"""ai-toolkit's `CONFIG.yaml`: the rules of its table that are more than a row."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
-from jobs.imports.ai_toolkit import data as ai_toolkit_data
-from jobs.imports.ai_toolkit import rules
-from jobs.imports.common import hub, launch, models, trackers, training_keys
-from jobs.imports.common.draft import (
-    Draft,
-    all_of,
-    flatten,
-    named,
-    needless,
-    only_on,
-    same,
-    without,
-)
+from jobs.imports.common import data, launch, models, training_keys
+from jobs.imports.common.draft import Draft, as_number, flatten, is_off
+from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import parse
+from jobs.imports.common.table import read_data, read_table, sentence, shared_table
 from jobs.imports.common.whose import refuse_others
+from jobs.spec.values.datasets import TRIGGER
+from jobs.spec.values.resolutions import sides_of
+from jobs.spec.values.spellings import as_bool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.imports.common.draft import Rule
-
 TITLE: Final = "ai-toolkit"
+DATA: Final = read_data(__file__)
 
-# What it uses for keys that are not set, of those that decide what is trained.
-_DEFAULTS: Final[dict[str, Any]] = {
-    "train.lr": 1e-6,
-    "train.dtype": "fp32",
-    "train.timestep_type": "sigmoid",
-    "train.gradient_checkpointing": True,
-    "save.save_every": 1000,
-    "save.max_step_saves_to_keep": 5,
-    "save.dtype": "float16",
-}
-_LORA_DEFAULTS: Final[dict[str, Any]] = {"network.linear": 4, "network.linear_alpha": 1.0}
-_SAMPLE_DEFAULTS: Final[dict[str, Any]] = {
-    "sample.sample_every": 100,
-    "sample.guidance_scale": 7,
-    "sample.sample_steps": 20,
-    "sample.width": 512,
-    "sample.height": 512,
-    "train.skip_first_sample": False,
-}
+_HIGH: Final = ("2.2-t2v-a14b-high", "2.2-i2v-a14b-high")
+_RESOLUTION: Final = 512  # of a dataset that says none
 
 
 def read(path: Path) -> Draft:
@@ -60,16 +37,17 @@ def read(path: Path) -> Draft:
     refuse_others(values, path, TITLE)
     process, around, others = _process(path, values)
     theirs = {str(k): v for k, v in flatten(process, keep=("datasets",)).items()}
-    draft = Draft(around | theirs, path.absolute().parent, defaults=_defaults(process))
+    draft = Draft(around | theirs, path.absolute().parent)
+    draft.values["model_type"] = "lora" if isinstance(process.get("network"), dict) else "full"
+    draft.defaults = CONFIG.defaults_of(draft)
     for number in range(1, others + 1):
         draft.unsupported(f"process[{number}]", "a job is one training run; use a file for each")
-    rules.use_default_architecture(draft)
-    draft.apply(_RULES, _PREFIXES, _FIRST)
+    _use_default_architecture(draft)
+    CONFIG.apply(draft)
     if "resolution" not in draft.values and process.get("datasets"):
-        draft.values["resolution"] = 512
-        draft.assume("datasets.resolution", "", resolution=512)
-    if not isinstance(process.get("network"), dict):
-        draft.values["model_type"] = "full"
+        draft.values["resolution"] = _RESOLUTION
+        draft.assume("datasets.resolution", "", resolution=_RESOLUTION)
+    if draft.values["model_type"] == "full":
         draft.assume("network", "without one, the full model is trained", model_type="full")
     return draft
 
@@ -104,221 +82,306 @@ def _process(path: Path, values: Any) -> tuple[dict[str, Any], dict[str, Any], i
     return first, around, len(processes) - 1
 
 
-def _defaults(process: dict[str, Any]) -> dict[str, Any]:
-    """Return the tool's values of keys that are not set."""
-    defaults = dict(_DEFAULTS)
-    network, sample = process.get("network"), process.get("sample")
-    if isinstance(network, dict):
-        defaults |= _LORA_DEFAULTS
-        if network.get("alpha") is not None:
-            del defaults["network.linear_alpha"]
-        if network.get("rank") is not None:
-            del defaults["network.linear"]
-    train = process.get("train")
-    train = train if isinstance(train, dict) else {}
-    optimizer = str(train.get("optimizer", "adamw"))
-    if optimizer.lower().startswith(("adam", "prodigy")):
-        defaults["train.optimizer_params.eps"] = 1e-6
-    if optimizer.lower() in ("adamw", "adamw8bit"):  # torch's own, and bitsandbytes'
-        defaults["train.optimizer_params.weight_decay"] = 1e-2
-    if str(train.get("lr_scheduler")).strip().lower() == "constant_with_warmup":
-        defaults["train.lr_scheduler_params.num_warmup_steps"] = 1000
-    if isinstance(sample, dict) and (sample.get("prompts") or sample.get("samples")):
-        defaults |= _SAMPLE_DEFAULTS
-    return defaults
+# -- model and adapter -----------------------------------------------------------------------
 
 
-_MODEL: Final[dict[str, Rule]] = {
-    "type": rules.process_type,
-    "device": rules.device,
-    "gpu_ids": launch.gpus,
-    "num_processes": launch.processes,
-    "trigger_word": same,
-    "datasets": ai_toolkit_data.read_datasets,
-    "config.name": training_keys.job_name,
-    **all_of("job meta config", needless("training is the default")),
-    "model.name_or_path": models.set_model,
-    "model.arch": rules.architecture,
-    **all_of(rules.SWITCHES, rules.switch),
-    "model.is_v_pred": training_keys.v_prediction,
-    "model.quantize": rules.quantize,
-    "model.quantize_te": needless(training_keys.TEXT_ENCODERS_FREED),
-    **all_of("model.qtype_te model.text_encoder_bits", needless(training_keys.TEXT_ENCODERS_FREED)),
-    "model.qtype": rules.quantized_type,
-    **all_of(
-        "model.accuracy_recovery_adapter model.quantize_kwargs",
-        without("weights are quantized without a recovery adapter or exceptions of their own"),
-    ),
-    "model.assistant_lora_path": models.set_training_adapter,
-    **all_of(
-        "model.lora_path model.inference_lora_path",
-        without(
-            "a second LoRA cannot be loaded; fuse it into the model (`fuse_lora`, "
-            "`save_pretrained`)"
-        ),
-    ),
-    **all_of(
-        "model.only_if_contains model.ignore_if_contains",
-        without("the full denoiser is trained"),
-    ),
-    **all_of(
-        "model.vae_path model.unet_path model.te_name_or_path model.extras_name_or_path "
-        "model.refiner_name_or_path",
-        without(training_keys.ONE_DIRECTORY),
-    ),
-    "model.model_kwargs.train_high_noise": needless("model_flavour selects the expert"),
-    "model.model_kwargs.train_low_noise": rules.low_noise,
-    "model.compile": named("torch_compile"),
-    "model.layer_offloading": without("fsdp_cpu_offload: true keeps shards in host memory"),
-    "model.split_model_over_gpus": without("shard instead: gpus: 4, strategy: fsdp2"),
-    **all_of(
-        "model.low_vram model.dtype model.vae_dtype model.te_dtype model.vae_device "
-        "model.te_device model.use_text_encoder_1 model.use_text_encoder_2 model.attn_masking "
-        "model.use_flux_cfg model.layer_offloading_text_encoder_percent "
-        "model.layer_offloading_transformer_percent",
-        needless("mixed_precision sets the precision; large models are sharded"),
-    ),
-    "network.type": rules.network,
-    **all_of("network.linear network.rank", training_keys.lora_rank),
-    **all_of("network.linear_alpha network.alpha", named("lora_alpha")),
-    "network.dropout": named("lora_dropout"),
-    **all_of(
-        "network.conv network.conv_alpha",
-        without("only linear layers get an adapter"),
-    ),
-    **all_of(
-        "network.network_kwargs.only_if_contains network.network_kwargs.ignore_if_contains",
-        without("set lora_target_modules: suffixes of module names of the diffusers model"),
-    ),
-    "network.lokr_full_rank": training_keys.of_lokr("lokr_full_matrix"),
-    "network.lokr_factor": training_keys.of_lokr("lokr_factor"),
-    "network.transformer_only": needless("only the denoiser is trained"),
-    "network.split_multistage_loras": needless("a job trains one expert"),
-    "network.pretrained_lora_path": named("init_lora"),
-}
+def quantize(draft: Draft, key: str, value: Any) -> None:
+    """Whether the base is quantized; `model.qtype` says how."""
+    if is_off(value) or as_bool(value) is False:
+        draft.unneeded(key, "nothing is quantized by default")
+        return
+    training_keys.base_precision(draft, key, draft.theirs.get("model.qtype") or "qfloat8")
 
-_TRAINING: Final[dict[str, Rule]] = {
-    "train.batch_size": named("train_batch_size"),
-    "train.steps": named("max_train_steps"),
-    **all_of("train.gradient_accumulation train.gradient_accumulation_steps", rules.accumulation),
-    **all_of("train.lr train.unet_lr", rules.rate),
-    "train.optimizer": training_keys.optimizer,
-    "train.optimizer_params.weight_decay": named("weight_decay"),
-    "train.optimizer_params.eps": named("adam_epsilon"),
-    "train.optimizer_params.betas": training_keys.betas,
-    "train.lr_scheduler": rules.schedule,
-    **all_of(
-        "train.lr_scheduler_params.num_warmup_steps train.lr_scheduler_params.warmup_steps",
-        rules.warm_up,
-    ),
-    **all_of(
-        "train.lr_scheduler_params.total_iters train.lr_scheduler_params.T_max",
-        needless("schedules end at max_train_steps"),
-    ),
-    "train.dtype": training_keys.precision,
-    **all_of("train.gradient_checkpointing train.max_grad_norm", same),
-    "train.train_unet": only_on("only the denoiser is trained"),
-    "train.train_text_encoder": training_keys.text_encoders("network.linear network.rank"),
-    "train.text_encoder_lr": training_keys.text_encoder_rate("train.train_text_encoder"),
-    "train.ema_config": needless("off"),
-    **all_of("train.ema_config.use_ema train.ema_config.ema_decay", same),
-    "train.ema_config.use_feedback": without(training_keys.NO_METHOD),
-    "train.noise_scheduler": needless("set by the family"),
-    "train.timestep_type": rules.timesteps,
-    **all_of(
-        "train.linear_timesteps train.linear_timesteps2 train.content_or_style",
-        without("set timestep_sampling, logit_mean and logit_std", "balanced"),
-    ),
-    **all_of("train.min_snr_gamma train.snr_gamma", training_keys.snr),
-    "train.loss_type": rules.loss,
-    "train.loss_target": without("the loss is computed on the model's prediction", "noise"),
-    **all_of(
-        "train.noise_offset train.dynamic_noise_offset train.random_noise_shift "
-        "train.noise_multiplier",
-        without(training_keys.NOISE, "1"),
-    ),
-    "train.cache_text_embeddings": same,
-    "train.unload_text_encoder": without(
-        "ai-toolkit then ignores captions; here they are used, and the encoders are freed too"
-    ),
-    "train.reg_weight": ai_toolkit_data.reg_weight,
-    "train.skip_first_sample": rules.first_sample,
-    "train.disable_sampling": ai_toolkit_data.no_samples,
-    "train.switch_boundary_every": needless("a job trains one expert"),
-    "train.bypass_guidance_embedding": without("set train_guidance"),
-    **all_of(
-        "train.diff_output_preservation train.do_prior_divergence train.inverted_mask_prior "
-        "train.do_guidance_loss train.train_turbo train.do_cfg train.blank_prompt_preservation "
-        "train.match_noise_norm train.force_consistent_noise train.learnable_snr_gos "
-        "train.do_paramiter_swapping train.adaptive_scaling_factor train.short_and_long_captions "
-        "train.do_differential_guidance train.single_item_batching train.standardize_latents "
-        "train.standardize_images train.img_multiplier train.latent_multiplier "
-        "train.optimal_noise_pairing_samples",
-        without(training_keys.NO_METHOD, "1"),
-    ),
-    **all_of(
-        "train.prompt_dropout_prob train.prompt_saturation_chance",
-        without("set caption_dropout_probability to train with empty captions"),
-    ),
-    **all_of(
-        "train.min_denoising_steps train.max_denoising_steps",
-        without("all noise levels are trained", "999", "1000"),
-    ),
-    "train.start_step": without("`fsdp-tui resume ID` resumes from a checkpoint"),
-    **all_of(
-        "train.xformers train.sdp train.force_first_sample "
-        "train.embedding_lr train.adapter_lr train.refiner_lr train.attention_backend "
-        "train.diff_output_preservation_class train.diff_output_preservation_multiplier "
-        "train.paramiter_swapping_factor train.num_train_timesteps train.train_refiner "
-        "train.merge_network_on_save train.weight_jitter",
-        needless(training_keys.NO_EFFECT),
-    ),
-    "train.dist_mode": rules.parallel,
-    **all_of(
-        "train.distributed train.dist_backend train.fsdp_mixed_precision train.fsdp_auto_wrap",
-        needless("the launch follows the job's keys"),
-    ),
-}
 
-_OUTPUT: Final[dict[str, Rule]] = {
-    "logging.use_wandb": trackers.wandb,
-    "logging.project_name": trackers.of_trackers("tracker_project_name"),
-    "logging.run_name": trackers.of_trackers("tracker_run_name"),
-    "save.dtype": rules.export_dtype,
-    "save.save_every": named("checkpointing_steps"),
-    "save.max_step_saves_to_keep": named("checkpoints_total_limit"),
-    "save.save_format": needless("exports have the layout that other tools load"),
-    "save.push_to_hub": hub.push,
-    "save.hf_repo_id": hub.of_push("hub_model_id"),
-    "save.hf_private": hub.of_push("hub_private_repo"),
-    **all_of(
-        "training_folder performance_log_every sqlite_db_path",
-        needless(training_keys.OWN_DIRECTORIES),
-    ),
-}
+def quantized_type(draft: Draft, key: str, value: Any) -> None:
+    """How the base is quantized, and the adapter that goes with it."""
+    if "|" in str(value):
+        draft.unsupported(key, "accuracy recovery adapters are not supported")
+    else:
+        draft.unneeded(key, "part of base_precision")
 
-_RULES: Final[dict[str, Rule]] = {**_MODEL, **_TRAINING, **_OUTPUT, **ai_toolkit_data.SAMPLES}
 
-_PREFIXES: Final[dict[str, Rule]] = {
-    **all_of("train.fsdp_ fsdp_", rules.fsdp),
-    "logging.": needless("every step is recorded"),
-    **all_of("meta. config.", needless("only describes ai-toolkit's own files")),
-    "slider": without("sliders are not supported"),
-    "adapter.": without("adapters other than LoRA are not supported"),
-    "embedding.": without("textual inversion is not supported"),
-}
+def architecture(draft: Draft, key: str, value: Any) -> None:
+    word, _, tag = str(value).strip().lower().partition(":")
+    if word == "qwen_image_edit_plus":
+        tag = tag or str(draft.theirs.get("model.name_or_path"))
+    family, flavour = models.named_in(DATA["architectures"], f"{word}:{tag}")
+    if flavour in _HIGH and not trains_high(draft, key):
+        flavour = flavour.replace("-high", "-low")
+    models.set_family(draft, key, family, flavour)
 
-_FIRST: Final = (
-    "save.push_to_hub",
-    "logging.use_wandb",
-    "model.arch",
-    *rules.SWITCHES.split(),
-    "model.name_or_path",
-    "trigger_word",
-    "train.lr_scheduler",
-    "gpu_ids",
-    "device",
-    "datasets",
-    "network.type",
-    "network.lokr_full_rank",
-)
+
+def trains_high(draft: Draft, key: str) -> bool:
+    """Whether it trains Wan 2.2's expert for high noise."""
+    return not is_off(draft.theirs.get("model.model_kwargs.train_high_noise", True))
+
+
+def switch(draft: Draft, key: str, value: Any) -> None:
+    """Read `is_flux: true` and the like."""
+    if is_off(value):
+        draft.unneeded(key, "off")
+    elif draft.get("model.arch"):
+        draft.unneeded(key, "set by arch")
+    else:
+        models.set_family(draft, key, *DATA["switches"].get(key.rpartition(".")[2], [None]))
+
+
+def _use_default_architecture(draft: Draft) -> None:
+    """Set the family where neither `arch` nor a switch does.
+
+    ai-toolkit assumes Stable Diffusion 1; a family in the model's name takes precedence.
+    """
+    switches = [draft.on(f"model.{switch}") for switch in DATA["switches"]]
+    name = draft.get("model.name_or_path")
+    if draft.get("model.arch") or any(switches) or name is None:
+        return
+    guess = models.guess_family(draft, str(name))
+    family = guess or "stable_diffusion"
+    draft.values["model_family"] = family
+    why = "from the model's name" if guess else "ai-toolkit's default"
+    draft.assume("model.arch", why, model_family=family)
+    if guess is None:
+        draft.report.to_fill_in.append(f"model_family: {family} is {why}; check it")
+
+
+# -- training --------------------------------------------------------------------------------
+
+
+def device(draft: Draft, key: str, value: Any) -> None:
+    word, _, number = str(value).strip().lower().partition(":")
+    if word == "cpu":
+        draft.take(key, "device", "cpu")
+    elif word == "cuda" and number not in ("", "0"):
+        launch.gpus(draft, key, number)
+    elif word == "cuda":
+        draft.unneeded(key, "the queue chooses a free GPU; gpus: [0] asks for this one")
+    else:
+        draft.unsupported(key, sentence("nvidia_or_cpu"))
+
+
+def fsdp(draft: Draft, key: str, value: Any) -> None:
+    """Keys of its forks that shard, as far as they are called as here."""
+    ours = {"fsdp_sharding": "fsdp_reshard_after_forward"}.get(key.rpartition(".")[2])
+    if ours is not None:
+        value = {"full": True, "shard_grad_op": False}.get(str(value).lower(), value)
+        draft.take(key, ours, value, "the equivalent key")
+        return
+    rule = shared_table("launch").rules.get(key.rpartition(".")[2])
+    if rule is None:
+        draft.record(Kind.UNKNOWN, key, why="not a known key")
+    else:
+        rule(draft, key, value)
+
+
+def accumulation(draft: Draft, key: str, value: Any) -> None:
+    number = as_number(value)
+    if number is not None and number < 1:
+        draft.unsupported(key, "set gradient_accumulation_steps, a number of forwards")
+    elif number == 1 and draft.values.get("gradient_accumulation_steps", 1) != 1:
+        draft.unneeded(key, "overridden by its other key")
+    else:
+        draft.take(key, "gradient_accumulation_steps", value)
+
+
+# The shift of its own schedulers, where training has another by default here.
+_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "auraflow": 3.0}
+# Pixels of what it counts as tokens, where the shift follows them: single latents of two.
+_TOKENS: Final = {"chroma": 8, "kontext": 8, "flux": 16, "flux2": 16}
+
+
+def timesteps(draft: Draft, key: str, value: Any) -> None:
+    word = str(value).strip().lower()
+    ours = {
+        "sigmoid": "logit_normal",
+        "linear": "uniform",
+        **dict.fromkeys(("shift", "flux_shift", "lumina2_shift"), "uniform_shift"),
+    }
+    if models.family_of(draft).objective != "flow":
+        draft.unneeded(key, "only for flow-matching models")
+    elif word in ours:
+        family = models.family_of(draft).name
+        kind = "kontext" if draft.values.get("model_flavour") == "kontext" else family
+        if ours[word] == "uniform_shift" and kind in _TOKENS:
+            draft.values["timestep_sampling"] = ours[word]
+            sides = sides_of(draft.values.get("resolution") or 512)
+            training_keys.take_shift_by_size(draft, key, sides, token=_TOKENS[kind])
+            return
+        draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
+        if ours[word] == "uniform_shift" and family in _SHIFTS:
+            draft.values["flow_shift"] = _SHIFTS[family]
+    elif word == "weighted":
+        draft.take(key, "timestep_sampling", "uniform", "with loss_weighting: weighted")
+        draft.values["loss_weighting"] = "weighted"
+    else:
+        draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
+
+
+def rate(draft: Draft, key: str, value: Any) -> None:
+    """Take the learning rate; with prodigy, that tool replaces rates below 0.1 by 1."""
+    number = as_number(value)
+    prodigy = str(draft.get("train.optimizer")).strip().lower().startswith("prodigy")
+    if prodigy and number is not None and number < 0.1:
+        draft.take(key, "learning_rate", 1.0, "that tool gives prodigy a rate of 1 instead")
+    else:
+        draft.take(key, "learning_rate", value)
+
+
+def has_epsilon(draft: Draft, key: str) -> bool:
+    """Whether its optimizer has another epsilon than here."""
+    name = str(draft.theirs.get("train.optimizer", "adamw")).lower()
+    return name.startswith(("adam", "prodigy"))
+
+
+# -- datasets and samples --------------------------------------------------------------------
+
+
+def read_datasets(draft: Draft, key: str, value: Any) -> None:
+    """All datasets, each reported under its number."""
+    entries = value if isinstance(value, list) else [value]
+    parts = []
+    for number, entry in enumerate(entries):
+        place = f"{key}[{number}]"
+        if not isinstance(entry, dict):
+            draft.unreadable(place, "not a dataset")
+        else:
+            theirs = flatten({str(k): v for k, v in entry.items()})
+            parts.append(data.read_part(draft, place, theirs, DATASET))
+    if any("resolution" in part.values for part in parts):
+        for part in parts:
+            part.values.setdefault("resolution", _RESOLUTION)
+    data.settle(draft, parts)
+
+
+def samples(draft: Draft, key: str) -> bool:
+    """Whether there are prompts."""
+    return bool(draft.theirs.get("sample.prompts") or draft.theirs.get("sample.samples"))
+
+
+def has_videos(part: Draft, key: str) -> bool:
+    """Whether the samples of a dataset are videos."""
+    return (part.number("num_frames") or 1) > 1 or part.on("auto_frame_count")
+
+
+def has_rate(part: Draft, key: str) -> bool:
+    """Whether samples are cut from videos at a rate, and not spread over all of a video."""
+    spread = not is_off(part.theirs.get("shrink_video_to_frames", True))
+    return has_videos(part, key) and not part.on("auto_frame_count") and not spread
+
+
+def is_spread(part: Draft, key: str) -> bool:
+    """Whether a sample shows a video from start to end."""
+    fixed = has_videos(part, key) and not part.on("auto_frame_count")
+    return fixed and not has_rate(part, key)
+
+
+def has_masks(part: Draft, key: str) -> bool:
+    """Whether a dataset has masks."""
+    return bool(part.get("mask_path")) or part.on("alpha_mask")
+
+
+def has_regularization(draft: Draft, key: str) -> bool:
+    """Whether there is a regularization dataset."""
+    entries = draft.theirs.get("datasets")
+    entries = entries if isinstance(entries, list) else [entries]
+    return any(isinstance(entry, dict) and not is_off(entry.get("is_reg")) for entry in entries)
+
+
+def resolution(part: Draft, key: str, value: Any) -> None:
+    """One resolution or several; both train every image at each that it is large enough for."""
+    sides = [as_number(side) for side in (value if isinstance(value, list) else [value])]
+    resolutions = [int(side) for side in sides if side]
+    if resolutions and len(resolutions) == len(sides):
+        part.take(key, "resolution", resolutions)
+    else:
+        part.unreadable(key, "not a number, or a list of numbers")
+
+
+def default_caption(part: Draft, key: str, value: Any) -> None:
+    """Take the caption for images without one, with the trigger word inserted as the tool does."""
+    word = part.job.get("trigger_word")
+    text = str(value).replace(TRIGGER, word or "")
+    data.only_caption(part, key, f"{word} {text}" if word and word not in text else text)
+
+
+def control(part: Draft, key: str, value: Any) -> None:
+    """Control images; the tool makes those of Kontext as large as the training image."""
+    if is_off(value):
+        part.unneeded(key, "off is the default")
+        return
+    data.conditioning_folder(part, key, value)
+    if part.values.get("conditioning_path") and part.job.get("model_flavour") == "kontext":
+        part.values["conditioning_resolution"] = part.values.get("resolution")
+
+
+def prompts(draft: Draft, key: str, value: Any) -> None:
+    """Prompts, each with the settings that stand in its text or beside it."""
+    if draft.on("train.disable_sampling"):
+        draft.unneeded(key, "train.disable_sampling is on")
+        return
+    entries = value if isinstance(value, list) else [value]
+    given, lost = [], list[str]()
+    for number, entry in enumerate(entries):
+        settings, other = _of_mapping(entry) if isinstance(entry, dict) else _of_text(str(entry))
+        if not models.takes_images(draft) and settings.pop("conditioning_image", None):
+            other.append("ctrl_img")
+        if draft.on("sample.walk_seed") and "seed" not in settings:
+            settings["seed"] = int(draft.number("sample.seed") or 0) + number
+        given.append((f"{key}[{number}]", settings))
+        lost += other
+    seeds = "with increasing seeds" if draft.on("sample.walk_seed") else "the equivalent key"
+    draft.take(key, "validation_prompts", data.prompts(draft, given), seeds)
+    for name in dict.fromkeys(lost):
+        draft.unsupported(f"{key}: {name}", "samples use only the trained model")
+
+
+def _of_mapping(entry: dict[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Split a prompt that is a mapping into settings and keys that are not supported here."""
+    settings = {
+        DATA["prompt"][k]: v for k, v in entry.items() if k in DATA["prompt"] and v is not None
+    }
+    width, height = entry.get("width"), entry.get("height")
+    if width or height:
+        settings["resolution"] = f"{width or height}x{height or width}"
+    if controls := [entry[key] for key in DATA["controls"] if entry.get(key)]:
+        settings["conditioning_image"] = controls
+    supported = (*DATA["prompt"], *DATA["controls"], "width", "height", "fps")
+    lost = [str(k) for k in entry if k not in supported]
+    if not settings.get("negative_prompt"):
+        settings.pop("negative_prompt", None)
+    return settings, lost
+
+
+def _of_text(text: str) -> tuple[dict[str, Any], list[str]]:
+    """Split a prompt followed by flags into settings and flags that are not supported here."""
+    prompt, *flags = re.split(r"(?:^|\s)--(?=[a-z])", text)
+    settings: dict[str, Any] = {"prompt": prompt.strip()}
+    sides: dict[str, str] = {}
+    lost = []
+    for flag in flags:
+        name, _, value = flag.partition(" ")
+        if name in ("w", "h"):
+            sides[name] = value.strip()
+        elif name in DATA["prompt_flags"]:
+            settings[DATA["prompt_flags"][name]] = value.strip()
+        else:
+            lost.append(f"--{name}")
+    if sides:
+        some = next(iter(sides.values()))
+        settings["resolution"] = f"{sides.get('w', some)}x{sides.get('h', some)}"
+    return settings, lost
+
+
+def width(draft: Draft, key: str, value: Any) -> None:
+    height = draft.get("sample.height") or value
+    draft.take(key, "validation_resolution", f"{value}x{height}", "width and height")
+
+
+def height(draft: Draft, key: str, value: Any) -> None:
+    if "sample.width" in {**draft.theirs, **draft.defaults}:
+        draft.unneeded(key, "set by validation_resolution")
+    else:
+        width(draft, key, value)
+
+
+CONFIG: Final = read_table(__file__, "config", globals())
+DATASET: Final = read_table(__file__, "dataset", globals())

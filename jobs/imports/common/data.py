@@ -6,29 +6,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from jobs.imports.common.draft import (
-    Draft,
-    as_number,
-    in_words,
-    is_off,
-    read,
-    unless_off,
-    when,
-    without,
-)
+from jobs.imports.common.draft import Draft, as_number, in_words, is_off, read
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of, references_of
 from jobs.imports.common.places import find_beside
 from jobs.spec.job_spec import JobSpec
-from jobs.spec.keys.prompts import frames_of
+from jobs.spec.keys.prompts import ValidationPrompt, frames_of
 from jobs.spec.values.dataset_files import CAPTION_SUFFIXES
 from jobs.spec.values.datasets import Dataset
 from jobs.spec.values.resolutions import read_resolutions, sides_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from jobs.imports.common.draft import Rule
+    from jobs.imports.common.table import Table
 
 _LARGEST: Final = ("num_frames", "max_upscale", "caption_dropout_probability")
 _ONLY_CAPTION: Final = (
@@ -60,6 +51,30 @@ class Part(Draft):
         return True
 
 
+def read_part(above: Draft, place: str, theirs: Mapping[str, Any], table: Table) -> Part:
+    """Read a dataset by the rules of a table."""
+    part = Part(above, f"{place}.", theirs)
+    part.defaults = table.defaults_of(part)
+    table.apply(part)
+    return part
+
+
+def prompts(draft: Draft, given: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Any]:
+    """Return the prompts that can be read, as JSON has them.
+
+    Args:
+        draft: The job; its report names the others.
+        given: Prompts by what they are called there, as settings of a `ValidationPrompt`.
+    """
+    made = []
+    for place, settings in given:
+        try:
+            made.append(ValidationPrompt.model_validate(settings).model_dump(mode="json"))
+        except ValidationError as error:
+            draft.unreadable(place, error.errors()[0]["msg"])
+    return made
+
+
 def folder(draft: Draft, key: str, value: Any) -> None:
     """Take a dataset's folder, which may be beside the configuration."""
     place = find_beside(draft.folder, str(value))
@@ -78,15 +93,6 @@ def caption_suffix(part: Draft, key: str, value: Any) -> None:
         part.unneeded(key, f"{suffix} caption files are read by default")
     else:
         part.unsupported(key, "captions must be in .txt or .caption files; rename these")
-
-
-def kept_tags(switch: str) -> Rule:
-    """Make a rule for the tags that stay in front, where the switch of that name shuffles them."""
-    return when(
-        lambda part: part.on(switch),
-        unless_off("keep_tags", why="the equivalent key"),
-        f"{switch} is off",
-    )
 
 
 def conditioning_folder(part: Draft, key: str, value: Any) -> None:
@@ -160,15 +166,6 @@ def whole_repeats(part: Draft, key: str, value: Any) -> None:
         part.unsupported(key, "repeats are whole numbers; set weight in datasets for others")
     else:
         part.take(key, "repeats", int(number))
-
-
-def delimiter(*switches: str) -> Rule:
-    """Make a rule for what is between tags, which matters where one of the switches shuffles."""
-    return when(
-        lambda part: any(map(part.on, switches)),
-        without("tags are between commas", ",", "', '"),
-        "tags are not shuffled",
-    )
 
 
 def settle(draft: Draft, parts: Sequence[Part]) -> None:

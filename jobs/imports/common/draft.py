@@ -6,6 +6,7 @@ report is complete because every key goes through the table, not because someone
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
@@ -16,10 +17,10 @@ from jobs.spec.job_spec import JobSpec
 from jobs.spec.values.spellings import as_bool, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable
     from pathlib import Path
 
-    Rule = Callable[["Draft", str, Any], None]
+Rule = Callable[["Draft", str, Any], None]
 
 _OFF: Final = ("", "none", "null", "no", "false", "off", "0", "0.0", "default", "[]", "{}")
 
@@ -207,98 +208,3 @@ def flatten(
         else:
             flat[name] = value
     return flat
-
-
-# -- rules -----------------------------------------------------------------------------------
-
-
-def named(ours: str, why: str = "") -> Rule:
-    """Make a rule that takes a value unchanged, under this name."""
-    return lambda draft, key, value: void(draft.take(key, ours, value, why))
-
-
-def same(draft: Draft, key: str, value: Any) -> None:
-    """Take a value unchanged, under the same name."""
-    draft.take(key, key.rpartition(".")[2], value)
-
-
-def without(why: str, *neutral: str) -> Rule:
-    """Something that is not done here; no loss where it is off, or has a neutral value."""
-    numbers = [as_number(word) for word in neutral if as_number(word) is not None]
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if is_off(value) or str(value).strip().lower() in neutral or as_number(value) in numbers:
-            draft.unneeded(key, "off is the default")
-        else:
-            draft.unsupported(key, why)
-
-    return rule
-
-
-def needless(why: str) -> Rule:
-    """Something that decides nothing here."""
-    return lambda draft, key, value: draft.unneeded(key, why)
-
-
-def chosen(ours: str, words: Mapping[str, tuple[Any, str]], otherwise: str) -> Rule:
-    """Translate a word into one of ours, with the reason where the two differ."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        match = words.get(str(value).strip().lower().replace("-", "_"))
-        if match is None:
-            draft.unsupported(key, otherwise)
-        else:
-            draft.take(key, ours, *match)
-
-    return rule
-
-
-def unless_off(ours: str, value: Any = None, why: str = "the equivalent value") -> Rule:
-    """Make a rule for a switch that stands for a value of one of our keys; or a number, if None."""
-
-    def rule(draft: Draft, key: str, theirs: Any) -> None:
-        if is_off(theirs):
-            draft.unneeded(key, "off is the default")
-        else:
-            draft.take(key, ours, theirs if value is None else value, why)
-
-    return rule
-
-
-def only_on(why: str) -> Rule:
-    """Make a rule for a switch that is always on here."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if is_off(value):
-            draft.unsupported(key, why)
-        else:
-            draft.unneeded(key, "on is the default")
-
-    return rule
-
-
-def when(holds: Callable[[Draft], Any], rule: Rule, why: str) -> Rule:
-    """Apply a rule to a key that has an effect only where a condition holds.
-
-    Args:
-        holds: The condition.
-        rule: Applied to the key when the condition holds.
-        why: Why the key is not needed otherwise.
-    """
-
-    def chosen(draft: Draft, key: str, value: Any) -> None:
-        if holds(draft):
-            rule(draft, key, value)
-        else:
-            draft.unneeded(key, why)
-
-    return chosen
-
-
-def all_of(keys: str, rule: Rule) -> dict[str, Rule]:
-    """Apply one rule to several keys, separated by spaces."""
-    return dict.fromkeys(keys.split(), rule)
-
-
-def void(_: object) -> None:
-    """For rules that are one expression."""

@@ -6,11 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.imports.common.draft import is_off
 from jobs.imports.common.places import find_beside
+from jobs.paths import exists, expand
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES
+from jobs.spec.values.hub_names import HubName
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from jobs.imports.common.draft import Draft
@@ -99,6 +103,18 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
             draft.values["model_flavour"] = match.flavour
 
 
+def revision(draft: Draft, key: str, value: Any) -> None:
+    """Append the revision to the model's name; runs after the model is set."""
+    text = str(draft.values.get(_MODEL) or "")
+    name = HubName.read("model", text)
+    if is_off(value) or str(value) == "main":
+        draft.unneeded(key, "the main revision is the default")
+    elif name is None or exists(expand(text)):
+        draft.unneeded(key, "the model is a directory")
+    else:
+        draft.take(key, _MODEL, f"{name.repo}@{value}", "a part of the model's name")
+
+
 def set_training_adapter(draft: Draft, key: str, value: Any) -> None:
     """Set a LoRA that is active only while training: a path, or a name of the hub."""
     text = str(value).strip()
@@ -107,6 +123,13 @@ def set_training_adapter(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(key, "download it (`hf download`), and set training_adapter to its path")
     else:
         draft.take(key, "training_adapter", str(place or text))
+
+
+def named_in(table: Mapping[str, str], text: str) -> tuple[str | None, str | None]:
+    """Return the family and flavour of the first expression that a text begins with."""
+    model = next((model for words, model in table.items() if re.match(words, text)), "")
+    family, _, flavour = model.partition(" ")
+    return family or None, flavour or None
 
 
 def set_family(draft: Draft, key: str, name: str | None, flavour: str | None = None) -> bool:
@@ -161,6 +184,11 @@ def takes_images(draft: Draft) -> bool:
     """Whether a sample may have a conditioning image."""
     first = family_of(draft).takes_first_frame(draft.job.get("model_flavour"))
     return first or references_of(draft) is not None
+
+
+def takes_guidance(draft: Draft) -> bool:
+    """Whether the model has an input for guidance, which training sets."""
+    return family_of(draft).guidance_of(draft.job.get("model_flavour")) == "embedded"
 
 
 def takes_negatives(draft: Draft) -> bool:

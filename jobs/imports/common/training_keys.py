@@ -7,20 +7,21 @@ import re
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.errors import UserError
-from jobs.imports.common.draft import as_number, chosen, is_off, named, read, when, without
+from jobs.imports.common.draft import as_number, is_off, read
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.models import family_of
 from jobs.imports.common.places import read_beside
+from jobs.imports.common.table import sentence
 from jobs.spec.families.base import FLUX_LINE, ShiftLine
+from jobs.spec.keys.tracking import Tracker, read_trackers
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.lora_conflicts import ONE_RATE
 from jobs.spec.values.spellings import as_bool, as_list
-from jobs.spec.values.value_types import LRScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jobs.imports.common.draft import Draft, Rule
+    from jobs.imports.common.draft import Draft
 
 FLUX_TOKEN: Final = 16
 """Pixels of a side of a token, of most families here."""
@@ -28,73 +29,10 @@ FLUX_TOKEN: Final = 16
 QWEN_LINE: Final = ShiftLine(few=256, low=0.5, many=8192, high=0.9)
 """Of Qwen-Image's scheduler, from its `scheduler_config.json`."""
 
+NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
+
 LARGEST_RANK: Final = 4096
 """Of `lora_rank`; LyCORIS takes larger ones as a way to say that no matrix is parted."""
-
-Words = dict[str, tuple[Any, str]]
-
-_LEAST_C: Final = 1e-3  # smooth_l1 is linear for all but the smallest errors
-_EIGHT_BIT: Final = "8-bit AdamW of torchao, with blocks of 256 values"
-_NEAREST: Final = "the closest equivalent"
-
-OPTIMIZERS: Final[Words] = {
-    **dict.fromkeys(
-        ("adamw", "adamw_torch", "torch_adamw", "bnb_adamw", "optimi_adamw"), ("adamw", "")
-    ),
-    "adamw_bf16": ("adamw", "trained weights stay in fp32, which needs no stochastic rounding"),
-    "bnb_adamw_paged": ("adamw", "state is not paged to host memory"),
-    **dict.fromkeys(
-        ("adam", "torch_adam", "bnb_adam", "optimi_adam"),
-        ("adamw", "with decoupled weight decay"),
-    ),
-    **dict.fromkeys(
-        (
-            *("adamw8bit", "adamw_8bit", "adamw8", "bnb_adamw8bit", "bnb_adamw8bit_paged"),
-            *("ao_adamw8bit", "adam8bit", "adam_8bit", "adam8", "bnb_adam8bit"),
-        ),
-        ("adamw_8bit", _EIGHT_BIT),
-    ),
-    **dict.fromkeys(
-        ("optimi_stableadamw", "ao_adamw4bit", "ao_adamfp8", "ao_adamwfp8"), ("adamw", _NEAREST)
-    ),
-    **dict.fromkeys(
-        ("adamw_schedulefree", "adamw_schedulefree+aggressive", "adamw_schedulefree+no_kahan"),
-        ("adamw_schedule_free", "that of the schedulefree package, whose numbers are others"),
-    ),
-    **dict.fromkeys(("lion", "bnb_lion", "bnb_lion_paged", "optimi_lion"), ("lion", "")),
-    **dict.fromkeys(
-        ("lion8bit", "bnb_lion8bit", "bnb_lion8bit_paged"), ("lion", "its state stays in fp32")
-    ),
-    **dict.fromkeys(("prodigy", "prodigyopt"), ("prodigy", "")),
-    **dict.fromkeys(("prodigy8bit", "prodigy_8bit"), ("prodigy", "its state stays in fp32")),
-    **dict.fromkeys(("adafactor", "torch_adafactor"), ("adafactor", "")),
-    **dict.fromkeys(("sgd", "torch_sgd", "optimi_sgd"), ("sgd", "without momentum")),
-}
-
-_NO_RESTARTS: Final = "half a cosine period, without restarts"
-SCHEDULES: Final[Words] = {
-    **{name: (name, "") for name in get_args(LRScheduler)},
-    "sine": ("cosine", _NO_RESTARTS),
-}
-
-PRECISIONS: Final[Words] = {
-    **dict.fromkeys(("bf16", "bfloat16"), ("bf16", "")),
-    **dict.fromkeys(("fp16", "float16"), ("fp16", "")),
-    **dict.fromkeys(("no", "false", "fp32", "float32"), ("no", "")),
-}
-
-optimizer: Final = chosen(
-    "optimizer",
-    OPTIMIZERS,
-    "not supported; adamw is used. Others: adamw_8bit, adamw_schedule_free, adafactor, prodigy, "
-    "lion, sgd",
-)
-schedule: Final = chosen(
-    "lr_scheduler", SCHEDULES, "not supported; the rate stays constant. Others: linear, cosine"
-)
-precision: Final = chosen(
-    "mixed_precision", PRECISIONS, "not supported; bf16 is used. Others: fp16, no"
-)
 
 _WHOLE: Final = ("no_change", "none", "bf16", "bfloat16", "fp16", "fp32")
 # How other tools' words for the precision of a frozen base begin, and what is nearest here.
@@ -104,40 +42,21 @@ _BASES: Final = (
     (("nf4",), "nf4", ""),
     (("int4", "qint4", "uint4", "fp4", "orbit4"), "nf4", "the 4-bit format here"),
 )
-_FEWEST: Final = "4 bits are the fewest here"
-TEXT_ENCODERS_FREED: Final = (
-    "captions are encoded and cached first; then the text encoders are freed"
-)
-ONE_DIRECTORY: Final = "the model is one directory; build one that contains this"
-NOISE: Final = "noise is drawn as when the model was trained"
-NO_METHOD: Final = "not supported"
-OTHER_CHECKPOINTS: Final = (
-    "cannot resume from other tools' checkpoints; `fsdp-tui resume ID` resumes the job's own"
-)
-NO_EFFECT: Final = "has no effect on training"
-BUCKETS: Final = "images are resized and cropped to buckets of similar shape"
-OWN_DIRECTORIES: Final = "every job has its own run directory; `fsdp-tui show ID` prints it"
-OWN_CACHES: Final = "caches are keyed by content and shared by all jobs (cache_dir)"
-NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"
 
 
-def text_encoders(ranks: str) -> Rule:
-    """Make a rule for a switch that trains text encoders too.
-
-    They get a LoRA of the denoiser's rank, if the denoiser has one.
+def text_encoders(draft: Draft, key: str, value: Any, *, ranks: str) -> None:
+    """Train a LoRA of the denoiser's rank on the text encoders, if a switch is on.
 
     Args:
-        ranks: Their keys that may say the rank of a LoRA.
+        draft: The job.
+        key: The switch.
+        value: Its value.
+        ranks: Their keys that may say the rank.
     """
-    refuse = without(NO_TEXT_ENCODERS)
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        if _is_on(value):
-            text_encoder_lora(draft, key, next(filter(None, map(draft.number, ranks.split())), 16))
-        else:
-            refuse(draft, key, value)
-
-    return rule
+    if is_off(value) or as_bool(value) is False:
+        draft.unneeded(key, "off is the default")
+    else:
+        text_encoder_lora(draft, key, next(filter(None, map(draft.number, ranks.split())), 16))
 
 
 def text_encoder_lora(draft: Draft, key: str, rank: float) -> None:
@@ -151,26 +70,18 @@ def text_encoder_lora(draft: Draft, key: str, rank: float) -> None:
         draft.unsupported(key, NO_TEXT_ENCODERS)
 
 
-def text_encoder_rate(switch: str) -> Rule:
-    """Make a rule for the text encoders' rate; the switch of that name trains them."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        trains = draft.on(switch) and family_of(draft).text_lora
-        optimizer = f"{draft.get('optimizer')} {draft.get('train.optimizer')}".lower()
-        if "prodigy" in optimizer:
-            draft.unneeded(key, ONE_RATE["prodigy"])
-        elif "schedulefree" in optimizer:
-            draft.unneeded(key, ONE_RATE[SCHEDULE_FREE])
-        elif trains and draft.job.get("model_type", "lora") == "lora":
-            draft.take(key, "text_encoder_learning_rate", value)
-        else:
-            draft.unneeded(key, NO_TEXT_ENCODERS)
-
-    return rule
-
-
-def _is_on(value: Any) -> bool:
-    return not is_off(value) and as_bool(value) is not False
+def text_encoder_rate(draft: Draft, key: str, value: Any, *, switch: str) -> None:
+    """Take the text encoders' rate; the switch of that name trains them."""
+    trains = draft.on(switch) and family_of(draft).text_lora
+    optimizer = f"{draft.get('optimizer')} {draft.get('train.optimizer')}".lower()
+    if "prodigy" in optimizer:
+        draft.unneeded(key, ONE_RATE["prodigy"])
+    elif "schedulefree" in optimizer:
+        draft.unneeded(key, ONE_RATE[SCHEDULE_FREE])
+    elif trains and draft.job.get("model_type", "lora") == "lora":
+        draft.take(key, "text_encoder_learning_rate", value)
+    else:
+        draft.unneeded(key, NO_TEXT_ENCODERS)
 
 
 def betas(draft: Draft, key: str, value: Any) -> None:
@@ -201,7 +112,7 @@ def base_precision(draft: Draft, key: str, value: Any) -> None:
         if word.startswith(starts):
             draft.take(key, "base_precision", ours, why)
             return
-    draft.take(key, "base_precision", "nf4", _FEWEST)
+    draft.take(key, "base_precision", "nf4", "4 bits are the fewest here")
 
 
 def bitsandbytes(draft: Draft, key: str, value: Any) -> None:
@@ -218,101 +129,34 @@ def bitsandbytes(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, f"{path.name} turns on neither load_in_8bit nor load_in_4bit")
 
 
-def warm_up(draft: Draft, key: str, value: Any) -> None:
-    """Take the steps of warm-up; a constant rate has none, neither in that tool nor here."""
-    word = str(draft.get("lr_scheduler") or "constant").strip().lower()
-    if not is_off(value) and SCHEDULES.get(word, ("constant", ""))[0] == "constant":
-        draft.unneeded(key, "lr_scheduler: constant has no warm-up in that tool either")
-    else:
-        draft.take(key, "lr_warmup_steps", value)
-
-
-def curves(prefix: str = "") -> dict[str, Rule]:
-    """Details of schedules, each of which matters with one of them."""
-    return {
-        f"{prefix}{key}": curve(of, key)
-        for key, of in (
-            ("lr_num_cycles", "cosine_with_restarts"),
-            ("lr_power", "polynomial"),
-            ("lr_end", "polynomial"),
-        )
-    }
-
-
-def curve(of: str, ours: str) -> Rule:
-    """Make a rule for a detail of one schedule."""
-    return when(
-        lambda draft: str(draft.get("lr_scheduler")).strip().lower() == of,
-        named(ours),
-        f"only for the schedule {of}",
-    )
-
-
-def _takes_guidance(draft: Draft) -> bool:
-    return family_of(draft).guidance_of(draft.job.get("model_flavour")) == "embedded"
-
-
-guidance: Final = when(
-    _takes_guidance, named("train_guidance"), "only for guidance-distilled models"
-)
-
-
-def is_lokr(draft: Draft) -> bool:
-    """Whether the adapter is a LoKr."""
-    return draft.values.get("lora_variant") == "lokr"
-
-
-def of_lokr(ours: str) -> Rule:
-    """Make a rule for a key that only LoKr has."""
-    return when(is_lokr, named(ours, "the equivalent key"), "only for LoKr")
-
-
 def lora_rank(draft: Draft, key: str, value: Any) -> None:
     """Take the rank; of LoKr, one that is too large for its matrices parts none of them."""
     number = as_number(value) or 0
-    if is_lokr(draft) and (number > LARGEST_RANK or draft.values.get("lokr_full_matrix")):
+    whole = number > LARGEST_RANK or draft.values.get("lokr_full_matrix")
+    if draft.values.get("lora_variant") == "lokr" and whole:
         draft.take(key, "lokr_full_matrix", True, "a rank that parts no matrix")
     else:
         draft.take(key, "lora_rank", value, "the equivalent key")
 
 
-def rate(draft: Draft, key: str, value: Any, *, scaled: bool = False, root: bool = False) -> None:
-    """Take the learning rate, multiplied by the global batch (or its root) if that is requested."""
+def rate(draft: Draft, key: str, value: Any, *, scales: str, root: str = "") -> None:
+    """Take the learning rate, multiplied by the global batch if one of these switches is on.
+
+    Args:
+        draft: The job.
+        key: What it is called.
+        value: The rate.
+        scales: Switches that multiply it by the global batch.
+        root: The one among them that multiplies it by the batch's square root.
+    """
     number = as_number(value)
-    if number is None or not scaled:
+    if number is None or not any(map(draft.on, scales.split())):
         draft.take(key, "learning_rate", value)
         return
     batch = global_batch(draft)
-    factor = math.sqrt(batch) if root else batch
-    how = f"times {'the square root of ' if root else ''}the global batch of {batch:g}"
+    factor = math.sqrt(batch) if draft.on(root) else batch
+    how = f"times {'the square root of ' if draft.on(root) else ''}the global batch of {batch:g}"
     draft.take(key, "learning_rate", number * factor, f"{how}, as that tool's scaling option does")
-
-
-def snr(draft: Draft, key: str, value: Any) -> None:
-    """Min-SNR, which weights only what predicts noise or v."""
-    if is_off(value):
-        draft.unneeded(key, "off is the default")
-    elif family_of(draft).objective == "flow":
-        draft.unneeded(key, "only for epsilon and v-prediction models")
-    else:
-        draft.take(key, "snr_gamma", value)
-
-
-def prediction(draft: Draft, key: str, value: Any) -> None:
-    """Say what the model predicts, which overrides its own file in other tools."""
-    if family_of(draft).objective == "flow":
-        draft.unneeded(key, "only for epsilon and v-prediction models")
-    else:
-        draft.unsupported(key, f"set prediction_type: {value} in the model's scheduler_config.json")
-
-
-def v_prediction(draft: Draft, key: str, value: Any) -> None:
-    """Say where a switch for v-prediction is set here."""
-    draft.unneeded(key, "set by the model's scheduler_config.json")
-    if not is_off(value):
-        draft.report.to_fill_in.append(
-            f"{key}: check that scheduler_config.json has prediction_type: v_prediction"
-        )
 
 
 _AS_THE_LINE: Final = ("flux", "flux2", "lumina2", "z_image")
@@ -342,12 +186,6 @@ def take_shift_by_size(
         draft.unsupported(key, f"there, the shift is {each}; a job has one")
 
 
-def mean_absolute(draft: Draft, key: str) -> None:
-    """Take a loss that is linear for all but the smallest errors."""
-    draft.take(key, "loss_type", "smooth_l1", "the nearest, twice as large")
-    draft.values |= {"huber_c": _LEAST_C, "huber_schedule": "constant"}
-
-
 def clean_name(text: Any) -> str | None:
     """Turn a text into a valid job name; None if no character is left."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(text).strip()).strip("-._")[:64]
@@ -357,29 +195,39 @@ def clean_name(text: Any) -> str | None:
 def job_name(draft: Draft, key: str, value: Any) -> None:
     """Name the job, and so its run directory, after a name or the last part of a path."""
     name = clean_name(re.split(r"[/\\]", str(value).strip().rstrip("/\\"))[-1])
+    why = sentence("own_directories")
     if name is None:
-        draft.unneeded(key, OWN_DIRECTORIES)
+        draft.unneeded(key, why)
     else:
-        draft.take(key, "name", name, "" if name == value else OWN_DIRECTORIES)
+        draft.take(key, "name", name, "" if name == value else why)
 
 
-def inverted(ours: str) -> Rule:
-    """Make a rule for a switch with the opposite meaning."""
+def report_to(draft: Draft, key: str, value: Any) -> None:
+    """Take one tracker or several, as accelerate's scripts name them."""
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+        return
+    names = read_trackers(value if isinstance(value, list) else str(value))
+    supported = [name for name in names if name in get_args(Tracker)]
+    if supported:
+        others = ", ".join(str(name) for name in names if name not in supported)
+        draft.take(key, "report_to", supported, f"without {others}" if others else "")
+    else:
+        draft.unsupported(key, f"set report_to: {', '.join(get_args(Tracker))}, or several")
 
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        off = as_bool(value)
-        draft.take(key, ours, not off if isinstance(off, bool) else value, "the opposite switch")
 
-    return rule
+def logging_dir(draft: Draft, key: str, value: Any) -> None:
+    """Take a separate log directory; one below the output is part of the run directory here."""
+    if draft.values.get("report_to") and str(value).startswith(("/", "~")):
+        draft.take(key, "logging_dir", value)
+    else:
+        draft.unneeded(key, sentence("own_directories"))
 
 
-def limit(ours: str) -> Rule:
-    """Make a rule for a number where 0 means no limit."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        draft.take(key, ours, None if is_off(value) else value)
-
-    return rule
+def opposite(draft: Draft, key: str, value: Any, *, ours: str) -> None:
+    """Take a switch with the opposite meaning."""
+    off = as_bool(value)
+    draft.take(key, ours, not off if isinstance(off, bool) else value, "the opposite switch")
 
 
 def size(draft: Draft, key: str, value: Any) -> None:
@@ -413,14 +261,6 @@ def bucket_step(draft: Draft, key: str, value: Any) -> None:
 def side_of(megapixels: float) -> int:
     """Return the side of a square image, a multiple of 64 as for published models."""
     return max(64, round(math.sqrt(megapixels) * 1e3 / 64) * 64)
-
-
-def epochs(draft: Draft, key: str, value: Any) -> None:
-    """Take a length in epochs, unless one in steps is set."""
-    if is_off(value) or not is_off(draft.get("max_train_steps")):
-        draft.unneeded(key, "max_train_steps is used")
-    else:
-        draft.take(key, "num_train_epochs", value)
 
 
 def global_batch(draft: Draft) -> float:

@@ -9,59 +9,23 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import UserError
 from jobs.imports.common import launch, models
 from jobs.imports.common.command_line import Command, is_open, read_command, rules_of_odd
-from jobs.imports.common.draft import Draft, as_number, is_off, is_unset
+from jobs.imports.common.draft import Draft, as_number, is_off
 from jobs.imports.common.places import parse, read_beside
+from jobs.imports.common.table import read_data, read_table
 from jobs.imports.common.whose import MUSUBI, SD_SCRIPTS, refuse_others, tool_of, tool_of_command
-from jobs.imports.kohya import data, model, rules
+from jobs.imports.kohya import data, model, optimizer
 from jobs.spec.values.spellings import normal_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-# Scripts of each tool and the family that they train: a network, or the whole model.
-_FAMILIES: Final = {
-    SD_SCRIPTS: {
-        "train_network fine_tune train_db": "stable_diffusion",
-        "sdxl_train_network sdxl_train": "sdxl",
-        "flux_train_network flux_train": "flux",
-        "sd3_train_network sd3_train": "sd3",
-        "lumina_train_network lumina_train": "lumina2",
-    },
-    MUSUBI: {
-        "wan_train_network": "wan",
-        "hv_train_network hv_train": "hunyuanvideo",
-        "hv_1_5_train_network": "hunyuanvideo15",
-        "qwen_image_train_network qwen_image_train": "qwen_image",
-        "zimage_train_network zimage_train": "z_image",
-        "flux_2_train_network": "flux2",
-        "flux_kontext_train_network": "flux",
-    },
-}
+DATA: Final = read_data(__file__)
 SCRIPTS: Final = {
     script: (tool, family)
-    for tool, families in _FAMILIES.items()
+    for tool, families in zip((SD_SCRIPTS, MUSUBI), DATA["scripts"].values(), strict=True)
     for names, family in families.items()
     for script in names.split()
-}
-# Configuration files name no script. What a network or a part of the model is for says which it is.
-_NETWORKS: Final = {
-    "networks.lora_flux": "flux_train_network",
-    "networks.oft_flux": "flux_train_network",
-    "networks.lora_sd3": "sd3_train_network",
-    "networks.lora_lumina": "lumina_train_network",
-    "networks.lora_wan": "wan_train_network",
-    "networks.lora_hv_1_5": "hv_1_5_train_network",
-    "networks.lora_qwen_image": "qwen_image_train_network",
-    "networks.lora_zimage": "zimage_train_network",
-    "networks.lora_flux_2": "flux_2_train_network",
-}
-_PARTS: Final = {
-    "gemma2": "lumina_train_network",
-    "clip_g": "sd3_train_network",
-    "guidance_scale": "flux_train_network",
-    "ae": "flux_train_network",
-    "t5xxl": "flux_train_network",
 }
 _GUI: Final = {
     *("LoRA_type", "stop_text_encoder_training_pct", "max_resolution", "model_train_type"),
@@ -111,13 +75,32 @@ def read(given: Sequence[str]) -> tuple[str, str, Draft]:
     _refuse_unknown_words(command)
     for word in command.strays:
         draft.unreadable(word, "does not belong to any flag")
-    table = rules.table_of(tool) | data.rules_of(tool)
-    draft.theirs = _whole_names(draft.theirs, table)
-    draft.defaults = _defaults(draft, name, tool, full)
-    odd = rules_of_odd(draft.theirs, _SEVERAL)
-    draft.apply(table | odd, rules.PREFIXES, _FIRST)
-    rules.finish(draft, full)
+    table = TABLES[tool]
+    draft.theirs = _whole_names(draft.theirs, table.rules)
+    draft.defaults = _defaults(draft, tool, name)
+    table.apply(draft, rules_of_odd(draft.theirs, _SEVERAL))
+    _finish(draft, full)
     return tool, source, draft
+
+
+def _defaults(draft: Draft, tool: str, name: str) -> dict[str, Any]:
+    """Return the script's values of keys that are not set."""
+    defaults = {"learning_rate": 2e-6} | optimizer.optimizer_defaults(draft)
+    # musubi-tuner's others take what accelerate is launched with.
+    if tool == SD_SCRIPTS or name == "hv_train" or "mixed_precision" not in draft.values:
+        defaults["mixed_precision"] = "no"
+    defaults |= TABLES[tool].defaults_of(draft)
+    return defaults | ({"stop_text_encoder_training": 0} if name == "train_db" else {})
+
+
+def _finish(draft: Draft, full: bool) -> None:
+    """Say what no single key does."""
+    if full:
+        for key in ("lora_rank", "lora_alpha", "lora_variant", "lora_target_modules"):
+            draft.values.pop(key, None)
+    if "dit" not in draft.theirs and {"dataset", "datasets"} & draft.values.keys():
+        draft.values["missing_captions"] = "empty"
+        draft.assume("captions", "images without any are trained", missing_captions="empty")
 
 
 # -- what is imported ------------------------------------------------------------------------
@@ -220,7 +203,9 @@ def script_of(command: Command) -> str:
             "nothing says whether a LoRA is trained: no script is named, and no network_module",
             "pass the whole command: accelerate launch flux_train_network.py --config_file …",
         )
-    name = _told_script(command) or next((s for part, s in _PARTS.items() if part in flags), "")
+    name = _told_script(command) or next(
+        (s for part, s in DATA["parts"].items() if part in flags), ""
+    )
     if not name and "dit" in flags:
         name = "hv_train_network" if "text_encoder1" in flags else ""
     elif not name and not network.startswith("networks.lora_"):
@@ -238,7 +223,8 @@ def _told_script(command: Command) -> str | None:
     network = str(command.flags.get("network_module", "")).strip()
     if network == "networks.lora_flux" and "dit" in command.flags:
         return "flux_kontext_train_network"  # of musubi-tuner, which has a module of that name
-    return _NETWORKS.get(network)
+    script: str | None = DATA["networks"].get(network)
+    return script
 
 
 def _is_sdxl(flags: Mapping[str, Any]) -> bool:
@@ -270,43 +256,15 @@ def _set_model(draft: Draft, name: str, usual: str, full: bool) -> None:
     draft.assume(f"{name}.py", "from the script", **draft.values)
 
 
-def _defaults(draft: Draft, name: str, tool: str, full: bool) -> dict[str, Any]:
-    """Return the script's values of keys that are not set."""
-    defaults: dict[str, Any] = {
-        "learning_rate": 2e-6,
-        **rules.optimizer_defaults(draft),
-    }
-    # musubi-tuner's others take what accelerate is launched with.
-    if tool == SD_SCRIPTS or name == "hv_train" or "mixed_precision" not in draft.values:
-        defaults["mixed_precision"] = "no"
-    if is_off(draft.get("max_train_epochs")):
-        defaults["max_train_steps"] = 1600
-    if not full:
-        defaults |= {"network_dim": 4, "network_alpha": 1}
-        if tool == SD_SCRIPTS:
-            defaults["network_train_unet_only"] = False
-    elif name == "train_db":
-        defaults["stop_text_encoder_training"] = 0
-    if tool == SD_SCRIPTS:
-        defaults["loss_type"] = "l2"
-    if not is_unset(draft.get("sample_prompts")):
-        defaults |= data.sample_defaults(draft, tool)
-    return defaults | model.text_defaults(draft) | model.noise_defaults(draft, tool)
+def reads_guidance(draft: Draft, key: str) -> bool:
+    """Whether the script has an input for guidance that is not fixed at 1."""
+    family = draft.values["model_family"]
+    fixed = "dit" in draft.theirs and family != "hunyuanvideo"
+    return family in ("flux", "hunyuanvideo") and not fixed
 
 
-_FIRST: Final = (
-    "log_with",
-    "logging_dir",
-    "huggingface_repo_id",
-    "pretrained_model_name_or_path",
-    "dit",
-    "network_module",
-    "network_args.algo",
-    "optimizer_type",
-    "lr_scheduler",
-    "train_data_dir",
-    "in_json",
-    "dataset_config",
-    "reg_data_dir",
-    "resolution",
-)
+_NAMES: Final = globals() | vars(data) | vars(model) | vars(optimizer)
+TABLES: Final = {
+    SD_SCRIPTS: read_table(__file__, "sd_scripts", _NAMES).with_rules(data.flag_rules()),
+    MUSUBI: read_table(__file__, "musubi", _NAMES),
+}

@@ -6,17 +6,14 @@ Numbers of noise levels are written out, also where a name here would mean the s
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from jobs.imports.common import models, training_keys
-from jobs.imports.common.draft import Draft, as_number, is_off, when
+from jobs.imports.common.draft import Draft, as_number
 from jobs.imports.common.whose import MUSUBI, SD_SCRIPTS
 from jobs.spec.families import FAMILIES
 from jobs.spec.families.base import FLUX_LINE, ShiftLine
 from jobs.spec.values.resolutions import sides_of
-
-if TYPE_CHECKING:
-    from jobs.imports.common.draft import Rule
 
 _MODEL: Final = "pretrained_model_name_or_path"
 _TARGETS_WHY: Final = "the layers that the script adapts"
@@ -135,42 +132,6 @@ def two_experts(draft: Draft, key: str, value: Any) -> None:
     )
 
 
-def text_defaults(draft: Draft) -> dict[str, Any]:
-    """Return how many tokens the script reads where that is not set."""
-    family, schnell = models.family_of(draft).name, draft.values.get("model_flavour") == "schnell"
-    if "dit" in draft.theirs:
-        return {}
-    defaults: dict[str, dict[str, Any]] = {
-        "flux": {"t5xxl_max_token_length": 256 if schnell else 512},
-        "chroma": {"t5xxl_max_token_length": 512},
-        "sd3": {"t5xxl_max_token_length": 256},
-        "lumina2": {"gemma2_max_token_length": 256, "system_prompt": "none"},
-    }
-    return defaults.get(family, {})
-
-
-def system_prompt(draft: Draft, key: str, value: Any) -> None:
-    """Say that captions of Lumina have the pipeline's, whatever is set."""
-    if draft.values["model_family"] == "lumina2":
-        draft.unsupported(key, "captions have the stock pipeline's system prompt in front of them")
-    else:
-        draft.unneeded(key, "not read by this script")
-
-
-def clip_skip(draft: Draft, key: str, value: Any) -> None:
-    if as_number(value) in (None, 1) or draft.values["model_family"] != "stable_diffusion":
-        draft.unneeded(key, "the layer that the model was trained with")
-    else:
-        draft.unsupported(key, "the last layer of the text encoder is used")
-
-
-def attention_mask(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value) or draft.values["model_family"] == "chroma":
-        draft.unneeded(key, "as in the stock pipeline")
-    else:
-        draft.unsupported(key, "as in the stock pipeline, which masks no tokens")
-
-
 # -- the adapter -----------------------------------------------------------------------------
 
 _ATTENTION: Final = r"(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -211,37 +172,30 @@ _FUSED: Final = ("flux", "chroma", "sd3", "lumina2", "flux2", "hunyuanvideo")
 _SPLIT: Final = ("flux", "chroma", "sd3")
 
 
-def network(tool: str) -> Rule:
-    """Make the rule for the kind of adapter, and the layers that it is put on."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        word = str(value).strip()
-        if draft.values["model_type"] == "full":
-            draft.unneeded(key, "the full model is trained")
-            return
-        _say_what_is_shared(draft, tool, word)
-        algorithm = "lokr" if word.endswith("networks.lokr") else _algorithm(draft)
-        if word == "lycoris.kohya" or word.endswith("networks.lokr"):
-            if algorithm == "lokr":
-                draft.take(key, "lora_variant", "lokr", "LoKr, on the family's layers")
-            elif algorithm in ("lora", "locon"):
-                draft.take(key, "model_type", "lora", "on the family's layers")
-            else:
-                draft.unsupported(key, f"{algorithm} {_INSTEAD}")
-        elif not _NETWORKS.fullmatch(word) or word in _OTHER_NETWORKS:
-            draft.unsupported(key, f"{word} {_INSTEAD}")
-        elif targets := TARGETS.get((tool, draft.values["model_family"])):
-            blocks = str(draft.theirs.get("network_args.train_blocks", "all")).strip().lower()
-            single = {"single": "single_", "double": ""}.get(blocks, "(single_)?")
-            targets = targets.replace("(single_)?", single)
-            why = _TARGETS_WHY
-            if draft.values["model_family"] == "sd3":
-                why += ", but the modulation of text (context_block.adaLN_modulation)"
-            draft.take(key, "lora_target_modules", [targets], why)
+def network(draft: Draft, key: str, value: Any, *, tool: str) -> None:
+    """Take the kind of adapter, and the layers that it is put on."""
+    word = str(value).strip()
+    _say_what_is_shared(draft, tool, word)
+    algorithm = "lokr" if word.endswith("networks.lokr") else _algorithm(draft)
+    if word == "lycoris.kohya" or word.endswith("networks.lokr"):
+        if algorithm == "lokr":
+            draft.take(key, "lora_variant", "lokr", "LoKr, on the family's layers")
+        elif algorithm in ("lora", "locon"):
+            draft.take(key, "model_type", "lora", "on the family's layers")
         else:
-            draft.take(key, "model_type", "lora", _TARGETS_WHY)
-
-    return rule
+            draft.unsupported(key, f"{algorithm} {_INSTEAD}")
+    elif not _NETWORKS.fullmatch(word) or word in _OTHER_NETWORKS:
+        draft.unsupported(key, f"{word} {_INSTEAD}")
+    elif targets := TARGETS.get((tool, draft.values["model_family"])):
+        blocks = str(draft.theirs.get("network_args.train_blocks", "all")).strip().lower()
+        single = {"single": "single_", "double": ""}.get(blocks, "(single_)?")
+        targets = targets.replace("(single_)?", single)
+        why = _TARGETS_WHY
+        if draft.values["model_family"] == "sd3":
+            why += ", but the modulation of text (context_block.adaLN_modulation)"
+        draft.take(key, "lora_target_modules", [targets], why)
+    else:
+        draft.take(key, "model_type", "lora", _TARGETS_WHY)
 
 
 def _say_what_is_shared(draft: Draft, tool: str, word: str) -> None:
@@ -261,24 +215,7 @@ def _algorithm(draft: Draft) -> str:
     return str(draft.theirs.get("network_args.algo", "lora")).strip().lower()
 
 
-rank: Final = when(
-    lambda draft: draft.values["model_type"] != "full",
-    training_keys.lora_rank,
-    "only for a LoRA",
-)
-
-
-def alpha(draft: Draft, key: str, value: Any) -> None:
-    """Take alpha, of which 0 stands for the rank."""
-    number = as_number(value)
-    draft.take(key, "lora_alpha", None if number == 0 else value, "the equivalent key")
-
-
-def dropout(draft: Draft, key: str, value: Any) -> None:
-    draft.take(key, "lora_dropout", value, "on the adapter's input; there, between its matrices")
-
-
-def _trains_text(draft: Draft) -> bool:
+def trains_text(draft: Draft, key: str = "") -> bool:
     """Whether a network of sd-scripts also has the text encoders."""
     if draft.on("network_train_unet_only") or draft.values["model_type"] == "full":
         return False
@@ -291,9 +228,7 @@ def _trains_text(draft: Draft) -> bool:
 def unet_only(draft: Draft, key: str, value: Any) -> None:
     """Take text encoders that are trained, too, unless this is on."""
     family = models.family_of(draft)
-    if not _trains_text(draft):
-        draft.unneeded(key, "only the denoiser is trained")
-    elif not family.text_lora or draft.values.get("lora_variant", "lora") != "lora":
+    if not family.text_lora or draft.values.get("lora_variant", "lora") != "lora":
         draft.unsupported(key, f"{training_keys.NO_TEXT_ENCODERS}; there, both are")
     else:
         rank = int(draft.number("network_dim") or 4)
@@ -303,20 +238,13 @@ def unet_only(draft: Draft, key: str, value: Any) -> None:
 
 def text_rate(draft: Draft, key: str, value: Any) -> None:
     given = value if isinstance(value, list) else [value]
-    if not _trains_text(draft) or not models.family_of(draft).text_lora:
+    if not trains_text(draft) or not models.family_of(draft).text_lora:
         draft.unneeded(key, training_keys.NO_TEXT_ENCODERS)
     elif str(draft.values.get("optimizer")) in ("prodigy", "adamw_schedule_free"):
         draft.unneeded(key, "the optimizer has one rate")
     else:
         why = "the first of them" if len(set(map(str, given))) > 1 else "the equivalent key"
         draft.take(key, "text_encoder_learning_rate", given[0], why)
-
-
-def text_training(draft: Draft, key: str, value: Any) -> None:
-    if (as_number(value) or 0) < 0:
-        draft.unneeded(key, training_keys.NO_TEXT_ENCODERS)
-    else:
-        draft.unsupported(key, f"{training_keys.NO_TEXT_ENCODERS}; there, both are")
 
 
 # -- noise levels ------------------------------------------------------------------------------
@@ -329,36 +257,12 @@ _LINES: Final = {
 }
 _STEPS: Final = 1000
 _EVENLY: Final = ("none", "uniform", "sigma_sqrt", "cosmap")
-_FAMILY: Final = "only for flow-matching models"
-_READ: Final = "read with timestep_sampling"
-# What SD3's loss on the data, which is sigma squared times that on the velocity, is weighted with.
-_OF_DATA: Final = {"sigma_sqrt": "none"}
-
-
-def noise_defaults(draft: Draft, tool: str) -> dict[str, Any]:
-    """Return the script's values of the keys below, as far as they are for the family."""
-    family = models.family_of(draft).name
-    if models.family_of(draft).objective != "flow":
-        return {}
-    if family == "sd3":
-        return {"weighting_scheme": "uniform", "training_shift": 1.0}
-    evenly = "uniform" if tool == SD_SCRIPTS else "none"
-    values: dict[str, Any] = {"timestep_sampling": "sigma", "weighting_scheme": evenly}
-    if tool == MUSUBI:
-        values |= {"discrete_flow_shift": 1.0}
-        return values | ({"guidance_scale": 1.0} if family == "hunyuanvideo" else {})
-    if family == "lumina2":
-        return values | {"timestep_sampling": "shift", "discrete_flow_shift": 6.0}
-    values |= {"discrete_flow_shift": 3.0, "model_prediction_type": "sigma_scaled"}
-    return values | ({"guidance_scale": 3.5} if family == "flux" else {})
 
 
 def sampling(draft: Draft, key: str, value: Any) -> None:
     """Set how sigma is drawn; all keys for it are read here."""
     word = str(value).strip().lower()
-    if models.family_of(draft).objective != "flow" or models.family_of(draft).name == "sd3":
-        draft.unneeded(key, "not read by this script")
-    elif word == "sigma":
+    if word == "sigma":
         _of_schedule(draft, key, draft.number("discrete_flow_shift") or 1.0)
     elif word == "uniform":
         draft.take(key, "timestep_sampling", "uniform")
@@ -431,30 +335,15 @@ def _of_schedule(draft: Draft, key: str, shift: float, *, turned: bool = True) -
 
 
 def weighting(draft: Draft, key: str, value: Any) -> None:
-    """Set the weight of the loss by sigma; of SD3, also how sigma is drawn."""
-    word, family = str(value).strip().lower(), models.family_of(draft)
-    if family.objective != "flow":
-        draft.unneeded(key, _FAMILY)
-    elif family.name == "sd3":
-        _of_schedule(draft, key, draft.number("training_shift") or 1.0, turned=False)
-        draft.values["loss_weighting"] = _OF_DATA.get(word, "sigma_squared")
-        if word == "cosmap":
-            draft.unsupported(key, "cosmap is used alone, not times sigma squared")
-        else:
-            draft.assume(
-                "target", "the loss is on the data", loss_weighting=draft.values["loss_weighting"]
-            )
-    else:
-        draft.unneeded(key, "read with timestep_sampling; it weights no loss on the raw prediction")
-
-
-def musubi_weighting(draft: Draft, key: str, value: Any) -> None:
-    """Set the weight of the loss by sigma."""
+    """Set how SD3's sigma is drawn, and its loss weighted."""
     word = str(value).strip().lower()
-    if word in ("sigma_sqrt", "cosmap"):
-        draft.take(key, "loss_weighting", word)
+    _of_schedule(draft, key, draft.number("training_shift") or 1.0, turned=False)
+    weight = "none" if word == "sigma_sqrt" else "sigma_squared"  # which that on the data has
+    draft.values["loss_weighting"] = weight
+    if word == "cosmap":
+        draft.unsupported(key, "cosmap is used alone, not times sigma squared")
     else:
-        draft.unneeded(key, _READ)
+        draft.assume("target", "the loss is on the data", loss_weighting=weight)
 
 
 def timestep(draft: Draft, key: str, value: Any) -> None:
@@ -479,20 +368,3 @@ def timestep(draft: Draft, key: str, value: Any) -> None:
         draft.unsupported(
             key, f"all draws are squeezed into the range there; {ours} drops those outside of it"
         )
-
-
-def sd_timestep(draft: Draft, key: str, value: Any) -> None:
-    """Take an end of the range, which the scripts of FLUX.1 and Lumina do not read."""
-    if models.family_of(draft).name in ("flux", "chroma", "lumina2"):
-        draft.unneeded(key, "not read by this script")
-    else:
-        timestep(draft, key, value)
-
-
-def prediction_type(draft: Draft, key: str, value: Any) -> None:
-    if models.family_of(draft).objective != "flow":
-        draft.unneeded(key, _FAMILY)
-    elif str(value).strip().lower() == "raw":
-        draft.unneeded(key, "the model's own prediction is trained")
-    else:
-        draft.unsupported(key, "the model's own prediction is trained, as with raw there")

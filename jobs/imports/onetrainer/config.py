@@ -1,4 +1,4 @@
-"""OneTrainer's configurations, a rule for each key; its concepts and samples are in `data`."""
+"""OneTrainer's configurations: the rules of its table that are more than a row."""
 
 from __future__ import annotations
 
@@ -7,76 +7,27 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.imports.common import models, training_keys
-from jobs.imports.common.draft import (
-    Draft,
-    all_of,
-    as_number,
-    chosen,
-    flatten,
-    is_unset,
-    named,
-    needless,
-    only_on,
-    same,
-    unless_off,
-    when,
-    without,
-)
+from jobs.imports.common.draft import Draft, as_number, flatten, is_off, is_unset
 from jobs.imports.common.places import parse
+from jobs.imports.common.table import read_data, read_table, sentence, word_of
 from jobs.imports.common.whose import ONETRAINER, refuse_others
-from jobs.imports.onetrainer import data, rules
+from jobs.imports.onetrainer import data
+from jobs.imports.onetrainer.older import migrate
+from jobs.spec.families.base import FLUX_LINE
+from jobs.spec.values.resolutions import sides_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.imports.common.draft import Rule
-
 TITLE: Final = ONETRAINER
+DATA: Final = read_data(__file__)
 
-# What it uses for keys that are not set, of those that decide what is trained.
-_DEFAULTS: Final[dict[str, Any]] = {
-    "model_type": "STABLE_DIFFUSION_15",
-    "training_method": "FINE_TUNE",
-    "base_model_name": "stable-diffusion-v1-5/stable-diffusion-v1-5",
-    "learning_rate": 3e-6,
-    "learning_rate_scheduler": "CONSTANT",
-    "learning_rate_warmup_steps": 200,
-    "epochs": 100,
-    "batch_size": 1,
-    "clip_grad_norm": 1.0,
-    "train_dtype": "FLOAT_16",
-    "output_dtype": "FLOAT_32",
-    "resolution": "512",
-    "optimizer.optimizer": "ADAMW",
-    "timestep_distribution": "UNIFORM",
-    "ema_decay": 0.999,
-    "ema_update_step_interval": 5,
-    "backup_after": 30,
-    "backup_after_unit": "MINUTE",
-    "unmasked_weight": 0.1,
-    "concept_file_name": "training_concepts/concepts.json",
-    "output_model_destination": "models/model.safetensors",
-    "tensorboard": True,
+_ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+_HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"  # whose outputs are no lists
+_LINES: Final = {
+    **dict.fromkeys(("flux", "flux2", "z_image"), FLUX_LINE),
+    "qwen_image": training_keys.QWEN_LINE,
 }
-_LORA_DEFAULTS: Final[dict[str, Any]] = {"lora_rank": 16, "lora_alpha": 1.0}
-
-
-_PEFTS: Final[training_keys.Words] = {"lora": ("lora", ""), "lokr": ("lokr", "")}
-_DTYPES: Final[training_keys.Words] = {
-    "float_32": ("fp32", ""),
-    "float_16": ("fp16", ""),
-    "bfloat_16": ("bf16", ""),
-}
-_LENGTHS: Final = "with lengths of rows; there, of columns unless lora_decompose_output_axis is on"
-_SAMPLING: Final = rules.every("sample_after_unit", "validation_steps", rules.SAMPLED)
-
-
-def _changes(draft: Draft) -> bool:
-    return str(draft.get("learning_rate_scheduler")).strip().upper() != "CONSTANT"
-
-
-def _saves(draft: Draft) -> bool:
-    return str(draft.get("save_every_unit") or "NEVER").strip().upper() != "NEVER"
 
 
 def read(path: Path) -> Draft:
@@ -89,22 +40,23 @@ def read(path: Path) -> Draft:
     refuse_others(values, path, TITLE)
     if not isinstance(values, dict):
         raise UserError(f"{path} is not a OneTrainer config: it has no keys")
-    theirs = flatten(migrate({str(key): value for key, value in values.items()}), keep=_NESTED)
+    theirs = flatten(
+        migrate({str(key): value for key, value in values.items()}), keep=("optimizer_defaults",)
+    )
     method = str(theirs.get("training_method") or "FINE_TUNE").upper()
     if method not in ("LORA", "FINE_TUNE"):
         raise UserError(f"{path}: training_method {method} is not supported", "LORA, FINE_TUNE")
     draft = Draft(theirs, path.absolute().parent)
     draft.values["model_type"] = "lora" if method == "LORA" else "full"
-    name = str(draft.theirs.get("model_type") or _DEFAULTS["model_type"]).upper()
-    draft.defaults = _defaults(draft, rules.MODELS.get(name, ("", None))[0])
-    draft.apply(_RULES, _PREFIXES, _FIRST)
+    draft.defaults = CONFIG.defaults_of(draft)
+    CONFIG.apply(draft)
     if method == "LORA" and is_unset(theirs.get("layer_filter")):
-        draft.unsupported("layer_filter", rules.EVERY_LAYER)
+        draft.unsupported("layer_filter", sentence("every_layer"))
     family = models.family_of(draft).name
-    if tokens := rules.TOKENS.get(family):
+    if tokens := DATA["tokens"].get(family):
         draft.values["max_sequence_length"] = tokens
         draft.assume("text_encoder", "as many tokens", max_sequence_length=tokens)
-    step = rules.BUCKETS.get(family, 64)
+    step = DATA["buckets"].get(family, 64)
     buckets = {"max_bucket_aspect_ratio": 4, "max_aspect_ratio": 0, "bucket_step": step}
     draft.values |= buckets
     finer = "; there, in steps of 8" if family == "stable_diffusion" else ""
@@ -112,269 +64,289 @@ def read(path: Path) -> Draft:
     return draft
 
 
-def _defaults(draft: Draft, family: str) -> dict[str, Any]:
-    """Return the tool's values of keys that are not set, as far as the model has such parts."""
-    optimizer = str(draft.theirs.get("optimizer.optimizer") or "ADAMW").upper()
-    part = "unet" if family in rules.UNETS else "transformer"
-    parts = rules.ENCODERS[: rules.SEVERAL.get(family, 1)]
-    defaults = _DEFAULTS | {
-        "optimizer.weight_decay": rules.DECAYS.get(optimizer, 0.0),
-        "optimizer.beta2": 0.99 if optimizer == "LION" else 0.999,
-        f"{part}.weight_dtype": "FLOAT_32",
-        f"{part}.gradient_checkpointing": True,
-        **{f"{name}.train": True for name in parts},
-        **{f"{name}.stop_training_after": 30 for name in parts},
-        **(data.SAMPLE_DEFAULTS if data.has_samples(draft) else {}),
-    }
-    if draft.values["model_type"] == "lora":
-        defaults |= _LORA_DEFAULTS
-        if optimizer == "PRODIGY":
-            defaults |= {"optimizer.use_bias_correction": False}
-    if family == "flux":
-        defaults["text_encoder_2_sequence_length"] = 77
-    if draft.on("masked_training"):
-        defaults["normalize_masked_area_loss"] = False
-    if family == "hunyuanvideo":
-        defaults["frames"] = "25"
-    return defaults
+def model(draft: Draft, key: str, value: Any) -> None:
+    family, _, flavour = DATA["models"].get(word_of(value), "").partition(" ")
+    models.set_family(draft, key, family or None, flavour or None)
 
 
-def _parts() -> dict[str, Rule]:
-    table: dict[str, Rule] = {}
-    for part in ("unet", "transformer"):
-        of = {
-            "train": only_on("the denoiser is always trained"),
-            "learning_rate": rules.rate,
-            "weight_dtype": rules.weights,
-            "guidance_scale": training_keys.guidance,
-            "gradient_checkpointing": same,
-            "model_name": without(training_keys.ONE_DIRECTORY),
-            "stop_training_after": rules.denoiser_stops,
-            "stop_training_after_unit": needless("see stop_training_after"),
-            "attention_mask": without("as in the stock pipeline"),
-            "offload_fraction": without("fsdp_cpu_offload: true keeps shards in host memory"),
-            "activation_offloading": without("activations are recomputed, not offloaded"),
-        }
-        table |= {f"{part}.{key}": rules.of_denoiser(part, rule) for key, rule in of.items()}
-    for number, name in enumerate(rules.ENCODERS):
-        of = {
-            "train": rules.encoder_trains,
-            "learning_rate": rules.encoder_rate,
-            "stop_training_after": rules.encoder_stops,
-            "stop_training_after_unit": rules.encoder_stops,
-            "dropout_probability": data.caption_dropout,
-            "include": only_on("all text encoders are used"),
-            "model_name": without(training_keys.ONE_DIRECTORY),
-        }
-        table |= {f"{name}.{key}": rules.encoder(number, rule) for key, rule in of.items()}
-        skip = without("captions are encoded as the stock pipeline does")
-        table[f"{name}_layer_skip"] = rules.encoder(number, skip)
-    return table
+# -- parts of the model ------------------------------------------------------------------------
 
 
-_RULES: Final[dict[str, Rule]] = {
-    "training_method": rules.method,
-    "model_type": rules.model,
-    "base_model_name": models.set_model,
-    **_parts(),
-    "vae.model_name": without(training_keys.ONE_DIRECTORY),
-    "text_encoder_sequence_length": rules.tokens("flux2"),
-    "text_encoder_2_sequence_length": rules.tokens("flux"),
-    "quantization.svd_dtype": without("weights are quantized without corrections"),
-    "quantization.layer_filter": without("all linear layers of the blocks are quantized", "layers"),
-    # -- adapter
-    "peft_type": rules.lora(chosen("lora_variant", _PEFTS, "the job trains a peft LoRA instead")),
-    "lora_rank": rules.lora(rules.rank),
-    "lora_alpha": rules.lora(same),
-    "dropout_probability": rules.lora(named("lora_dropout")),
-    "lora_model_name": rules.lora(named("init_lora")),
-    "lora_decompose": rules.lora(unless_off("lora_variant", "dora", _LENGTHS)),
-    "layer_filter": rules.lora(rules.layers),
-    "lokr_dim": rules.lora(training_keys.of_lokr("lora_rank")),
-    "lokr_decompose_factor": rules.lora(training_keys.of_lokr("lokr_factor")),
-    "lokr_full_matrix": rules.lora(training_keys.of_lokr("lokr_full_matrix")),
-    **all_of(
-        "lokr_decompose_both lokr_weight_decompose",
-        rules.lora(without("only the second matrix of LoKr is parted")),
-    ),
-    # -- training
-    "batch_size": named("train_batch_size"),
-    "gradient_accumulation_steps": same,
-    "epochs": rules.epochs,
-    "learning_rate": rules.rate,
-    "learning_rate_scaler": needless("already applied to learning_rate"),
-    "learning_rate_scheduler": rules.schedule,
-    "learning_rate_warmup_steps": rules.warm_up,
-    "learning_rate_cycles": rules.cycles,
-    "learning_rate_min_factor": when(
-        _changes, without("schedules end at 0"), "the rate is constant"
-    ),
-    "custom_learning_rate_scheduler": needless("only for the schedule CUSTOM"),
-    "scheduler_params": needless("only for the schedule CUSTOM"),
-    "optimizer.optimizer": rules.optimizer,
-    "optimizer.beta1": named("adam_beta1"),
-    "optimizer.beta2": named("adam_beta2"),
-    "optimizer.eps": rules.epsilon,
-    "optimizer.weight_decay": named("weight_decay"),
-    **all_of(
-        " ".join(f"optimizer.{name}" for name in rules.HOW.split()),
-        needless("how the optimizer computes"),
-    ),
-    "clip_grad_norm": rules.clip,
-    "train_dtype": rules.precision,
-    "compile": named("torch_compile"),
-    "ema": rules.ema,
-    "ema_decay": rules.of_ema(rules.decay),
-    "ema_update_step_interval": needless("part of ema_decay"),
-    "loss_scaler": without("the loss is the mean over all samples of a step"),
-    **rules.NOISE,
-    # -- data
-    **data.RULES,
-    "unmasked_weight": data.of_masks(same),
-    "normalize_masked_area_loss": data.of_masks(
-        only_on("the loss is the mean over what a mask shows")
-    ),
-    "masked_prior_preservation_weight": data.of_masks(without(training_keys.NO_METHOD)),
-    # -- devices and output
-    "multi_gpu": rules.several_gpus,
-    "device_indexes": rules.devices,
-    "output_dtype": chosen("export_dtype", _DTYPES, "exports may be fp32, bf16 or fp16"),
-    "output_model_destination": rules.destination,
-    "backup_after": rules.every("backup_after_unit", "checkpointing_steps", rules.TIMES),
-    "rolling_backup_count": rules.kept,
-    "save_every": when(
-        _saves, without("exports are made at the end; `fsdp-tui export` makes more"), "off"
-    ),
-    "sample_after": when(data.has_samples, _SAMPLING, "there are no samples"),
-    "sample_skip_first": without("samples are made at every multiple of validation_steps"),
-    "non_ema_sampling": needless("samples use the average where there is one"),
-    "cloud.enabled": without("jobs run on this machine or on Slurm"),
-    "continue_last_backup": without("`fsdp-tui resume ID` resumes from a checkpoint"),
-    "additional_embeddings": without("textual inversion is not supported"),
-    "force_circular_padding": without(training_keys.NO_METHOD),
-    "custom_conditioning_image": without("set conditioning_suffix: -condlabel in datasets"),
-    "only_cache": without("remove it: jobs train; caches are made first"),
-    "tensorboard": unless_off("report_to", ["tensorboard"]),
-    **all_of(
-        "__version optimizer_defaults backup_after_unit sample_after_unit save_every_unit "
-        "rolling_backup lora_weight_dtype layer_filter_preset layer_filter_regex "
-        "lora_decompose_norm_epsilon lora_decompose_output_axis bundle_additional_embeddings "
-        "lokr_use_tucker lokr_dora_on_output lokr_vec_trick save_skip_first save_filename_prefix "
-        "backup_before_save train_device temp_device attention_mechanism fallback_train_dtype "
-        "enable_autocast_cache dataloader_threads debug_mode debug_dir workspace_dir cache_dir "
-        "huggingface_cache_dir offline_mode prevent_overwrites include_train_config "
-        "output_model_format latent_caching clear_cache_before_training gradient_reduce_precision "
-        "fused_gradient_reduce async_gradient_reduce async_gradient_reduce_buffer async_offloading "
-        "sample_image_format sample_video_format sample_audio_format samples_to_tensorboard "
-        "weight_dtype unmasked_probability tensorboard_expose tensorboard_always_on "
-        "tensorboard_port embedding_learning_rate embedding_weight_dtype preserve_embedding_norm "
-        "embeddings",
-        needless(training_keys.NO_EFFECT),
-    ),
-}
-
-_PREFIXES: Final[dict[str, Rule]] = {
-    "optimizer.": rules.detail,
-    **all_of(
-        "effnet_encoder. decoder. decoder_text_encoder. decoder_vqgan. prior. "
-        "unconditional_transformer. effnet_encoder decoder prior",
-        needless(rules.NO_PART),
-    ),
-    **all_of("unet. transformer. vae.", needless("only for its own memory and precision")),
-    **all_of("text_encoder. text_encoder_", needless(training_keys.TEXT_ENCODERS_FREED)),
-    "quantization.": needless("only for its own files"),
-    **all_of("cloud. cloud", needless("jobs run on this machine or on Slurm")),
-    "secrets": needless("secrets are not copied"),
-    "oft_": needless("only for OFT, which is not supported"),
-    "embedding": needless("only for training_method: EMBEDDING, which is not supported"),
-}
-
-_NESTED: Final = ("optimizer_defaults",)
-_FIRST: Final = (
-    "model_type",
-    "base_model_name",
-    "training_method",
-    "peft_type",
-    "multi_gpu",
-    "resolution",
-    "aspect_ratio_bucketing",
-    "concepts",
-    "concept_file_name",
-    "learning_rate_scheduler",
-    "ema",
-    *(f"{name}.train" for name in rules.ENCODERS),
-)
+def denoiser(draft: Draft, key: str) -> bool:
+    """Whether a key is of the part that is the denoiser of the model."""
+    return key.startswith(_denoiser(draft))
 
 
-# -- older files -------------------------------------------------------------------------------
-
-_OLDER: Final = {
-    "save_after": "save_every",
-    "save_after_unit": "save_every_unit",
-    "lora_layers": "layer_filter",
-    "lora_layer_preset": "layer_filter_preset",
-    "lora_layers_regex": "layer_filter_regex",
-    "enable_async_offloading": "async_offloading",
-}
-_OLDER_PART: Final = re.compile(
-    r"(?:(?P<train>train)_)?(?P<part>unet|prior|text_encoder(?:_2)?|vae)"
-    r"(?:_(?P<name>learning_rate|weight_dtype|model_name|epochs))?"
-)
-_DENOISERS: Final = ("unet", "prior", "transformer")
+def _denoiser(draft: Draft) -> str:
+    is_unet = models.family_of(draft).name in ("stable_diffusion", "sdxl")
+    return "unet" if is_unet else "transformer"
 
 
-def migrate(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the keys that the newest version has, as the tool migrates it."""
-    new: dict[str, Any] = {}
-    for key, value in values.items():
-        match = _OLDER_PART.fullmatch(key)
-        if key == "optimizer" and not isinstance(value, dict):
-            _put(new, "optimizer", "optimizer", value)
-        elif key.startswith("optimizer_") and key != "optimizer_defaults":
-            _put(new, "optimizer", key.removeprefix("optimizer_"), value)
-        elif match and not isinstance(value, dict) and (match["train"] or match["name"]):
-            if match["name"] == "epochs":
-                _put(new, match["part"], "stop_training_after", value)
-                _put(new, match["part"], "stop_training_after_unit", "EPOCH")
-            else:
-                _put(new, match["part"], match["name"] or "train", value)
-        elif isinstance(value, dict) and isinstance(new.get(_OLDER.get(key, key)), dict):
-            new[_OLDER.get(key, key)] |= value
+def encoder(draft: Draft, key: str) -> bool:
+    """Whether a key is of a text encoder that the model has."""
+    digit = key.removeprefix("text_encoder")[1:2]
+    return (int(digit) if digit.isdigit() else 1) <= _encoders(draft)
+
+
+def _encoders(draft: Draft) -> int:
+    count: int = DATA["encoders"].get(models.family_of(draft).name, 1)
+    return count
+
+
+def _trains_all(draft: Draft) -> bool:
+    """Whether all text encoders are trained; they are, where nothing is set."""
+    return all(draft.on(f"{name}.train") for name in _ENCODERS[: _encoders(draft)])
+
+
+def _trains_text(draft: Draft) -> bool:
+    """Whether the job trains LoRAs on the text encoders."""
+    is_lora = draft.values["model_type"] == "lora"
+    return is_lora and bool(models.family_of(draft).text_lora) and _trains_all(draft)
+
+
+def encoder_trains(draft: Draft, key: str, value: Any) -> None:
+    if is_off(value):
+        draft.unneeded(key, "off is the default")
+    elif not _trains_all(draft):
+        draft.unsupported(key, "text encoders are trained together, or not at all")
+    else:
+        training_keys.text_encoder_lora(draft, key, draft.number("lora_rank") or 16)
+
+
+def encoder_rate(draft: Draft, key: str, value: Any) -> None:
+    """Take the rate of the text encoders, which have one together."""
+    rates = [
+        as_number(draft.get("learning_rate") if is_unset(own) else own)
+        for own in (draft.get(f"{name}.learning_rate") for name in _ENCODERS[: _encoders(draft)])
+    ]
+    if not _trains_text(draft):
+        draft.unneeded(key, training_keys.NO_TEXT_ENCODERS)
+        return
+    if draft.values.get("text_encoder_learning_rate") is None:
+        _take_rate(draft, key, "text_encoder_learning_rate", value)
+    if len(set(rates)) > 1:
+        why = "all text encoders have the same rate; there, learning_rate is that of one without"
+        draft.unsupported(key, why)
+
+
+def encoder_stops(draft: Draft, key: str, value: Any) -> None:
+    """When a text encoder is no longer trained; after 30 epochs where nothing is set."""
+    name = key.partition(".")[0]
+    number = draft.number(f"{name}.stop_training_after") or 0
+    unit = str(draft.get(f"{name}.stop_training_after_unit") or "EPOCH").upper()
+    epochs = draft.number("epochs") or 0
+    late = unit == "NEVER" or number == 0 or (unit == "EPOCH" and number >= epochs)
+    if late or not _trains_text(draft):
+        draft.unneeded(key, "they are not trained, or to the end")
+    else:
+        draft.unsupported(key, "text encoders are trained to the end")
+
+
+def denoiser_stops(draft: Draft, key: str, value: Any) -> None:
+    unit = str(draft.get(f"{key.partition('.')[0]}.stop_training_after_unit") or "NEVER").upper()
+    if unit == "NEVER" or is_off(value):
+        draft.unneeded(key, "it is trained to the end")
+    else:
+        draft.unsupported(key, "the denoiser is trained to the end: set num_train_epochs")
+
+
+# -- adapter and training ----------------------------------------------------------------------
+
+
+def layers(draft: Draft, key: str, value: Any) -> None:
+    """Layers whose names contain one of some words, or fit one of some expressions."""
+    words = [word.strip() for word in str(value).split(",") if word.strip()]
+    patterns = words if draft.on("layer_filter_regex") else [f".*{re.escape(w)}" for w in words]
+    if not words or any("{" in word for word in words):
+        draft.unsupported(key, sentence("every_layer"))
+        return
+    more = _HIDREAM if models.family_of(draft).name == "hidream" else ""
+    leaves = models.LINEAR + more
+    both = "|".join(p if p.startswith(("^", ".*")) else f".*{p}" for p in patterns)
+    draft.take(
+        key,
+        "lora_target_modules",
+        [rf"(?=(?:{both})).*\.(?:{leaves})"],
+        "linear layers whose names fit",
+    )
+
+
+def detail(draft: Draft, key: str, value: Any) -> None:
+    """Report a setting of an optimizer that is not here: no loss where it is as here, or off."""
+    name = key.rpartition(".")[2]
+    usual = DATA["details"].get(name)
+    prodigy = str(draft.get("optimizer.optimizer")).upper() == "PRODIGY"
+    if word_of(draft.get("optimizer.optimizer")) not in DATA["optimizers"]:
+        draft.unneeded(key, "of an optimizer that is not supported")
+    elif prodigy and name in ("use_bias_correction", "safeguard_warmup") and is_off(value):
+        draft.unsupported(key, "prodigy has bias correction and safeguard_warmup on")
+    elif prodigy and name in ("use_bias_correction", "safeguard_warmup"):
+        draft.unneeded(key, "always on")
+    elif is_off(value) or value == usual or str(value) == str(usual):
+        draft.unneeded(key, "as here")
+    else:
+        draft.unsupported(key, "optimizers have only betas, eps and weight decay here")
+
+
+def rate(draft: Draft, key: str, value: Any) -> None:
+    """Take the denoiser's rate; that of the configuration is text encoders', too."""
+    part = _denoiser(draft)
+    if key == "learning_rate" and not is_unset(draft.theirs.get(f"{part}.learning_rate")):
+        own = any(not is_unset(draft.theirs.get(f"{name}.learning_rate")) for name in _ENCODERS)
+        if _trains_text(draft) and not own:
+            _take_rate(draft, key, "text_encoder_learning_rate", value)
         else:
-            new[_OLDER.get(key, key)] = dict(value) if isinstance(value, dict) else value
-    _migrate_noise(new, values)
-    if isinstance(new.get("prior"), dict) and "transformer" not in new:
-        new["transformer"] = new.pop("prior")
-    checkpointing = new.pop("gradient_checkpointing", None)
-    if checkpointing is not None:
-        on = str(checkpointing).upper() not in ("OFF", "FALSE")
-        for part in _DENOISERS:
-            if part in new or part == "transformer":
-                _put(new, part, "gradient_checkpointing", on)
-    offloaded = str(checkpointing).upper() == "CPU_OFFLOADED"
-    for old, name in (
-        ("layer_offload_fraction", "offload_fraction"),
-        ("enable_activation_offloading", "activation_offloading"),
-    ):
-        if (value := new.pop(old, None)) is not None and offloaded:
-            for part in [part for part in _DENOISERS if part in new]:
-                _put(new, part, name, value)
-    for part in [part for part in (*_DENOISERS, "text_encoder", "text_encoder_2") if part in new]:
-        if isinstance(new[part], dict) and new[part].get("weight_dtype") == "NONE":
-            new[part]["weight_dtype"] = values.get("weight_dtype", "FLOAT_32")
-    return new
+            draft.unneeded(key, f"{part}.learning_rate is used")
+        return
+    _take_rate(draft, key, "learning_rate", value)
+    if str(draft.get("learning_rate_scaler") or "").upper().startswith("GLOBAL"):
+        draft.unsupported(key, "multiply it by the square root of the number of GPUs, too")
 
 
-def _migrate_noise(new: dict[str, Any], values: dict[str, Any]) -> None:
-    if (gamma := new.pop("min_snr_gamma", None)) and "loss_weight_fn" not in new:
-        new |= {"loss_weight_fn": "MIN_SNR_GAMMA", "loss_weight_strength": gamma}
-    if "timestep_distribution" not in values and as_number(values.get("noising_weight")):
-        new["timestep_distribution"] = "SIGMOID"
+def _take_rate(draft: Draft, key: str, ours: str, value: Any) -> None:
+    """Take a rate, multiplied as learning_rate_scaler says, which is of all parts."""
+    number, word = as_number(value), str(draft.get("learning_rate_scaler") or "NONE").upper()
+    factor = 1.0
+    if word.endswith(("BATCH", "BOTH")):
+        factor *= draft.number("batch_size") or 1
+    if word.endswith(("ACCUMULATION", "BOTH")):
+        factor *= draft.number("gradient_accumulation_steps") or 1
+    if number is None or factor <= 0 or factor == 1:
+        draft.take(key, ours, value)
+    else:
+        why = f"times the square root of {factor:g}, as learning_rate_scaler does"
+        draft.take(key, ours, number * factor**0.5, why)
 
 
-def _put(values: dict[str, Any], part: str, key: str, value: Any) -> None:
-    inner = values.setdefault(part, {})
-    if isinstance(inner, dict):
-        inner[key] = value
-    else:  # a file that says both
-        values[part] = {key: value}
+def warm_up(draft: Draft, key: str, value: Any) -> None:
+    number = as_number(value)
+    steps = draft.number("gradient_accumulation_steps") or 1
+    if number is None or number <= 0:
+        draft.take(key, "lr_warmup_steps", 0)
+    elif number <= 1:
+        draft.unsupported(key, "a part of all steps: set lr_warmup_steps, which counts steps")
+    else:
+        why = "optimizer steps" if steps > 1 else ""
+        draft.take(key, "lr_warmup_steps", int(number / steps), why)
+
+
+def epochs(draft: Draft, key: str, value: Any) -> None:
+    """Take the epochs; in one, an image is trained at one of several resolutions there."""
+    number, sides = as_number(value), draft.values.get("resolution")
+    if number is not None and isinstance(sides, list):
+        why = f"divided by {len(sides)}: an epoch is at each resolution here"
+        draft.take(key, "num_train_epochs", number / len(sides), why)
+    else:
+        draft.take(key, "num_train_epochs", value)
+    draft.values["max_train_steps"] = None
+
+
+def decay(draft: Draft, key: str, value: Any) -> None:
+    """Take the average's decay, which is of every step here."""
+    number, every = as_number(value), draft.number("ema_update_step_interval") or 1
+    if number is None or number <= 0 or every <= 1:
+        draft.take(key, "ema_decay", value)
+    else:
+        each = round(number ** (1 / every), 8)
+        draft.take(key, "ema_decay", each, f"of every step; there, {number:g} of {every:g} steps")
+
+
+def every(draft: Draft, key: str, value: Any, *, unit: str, ours: str) -> None:
+    """Take a number of steps, or of something else that another key names."""
+    word = str(draft.get(unit) or "").strip().upper()
+    if word == "STEP":
+        draft.take(key, ours, value)
+    elif word == "NEVER":
+        draft.take(key, ours, 0, "never")
+    else:
+        draft.unsupported(key, f"set {ours}, which counts steps")
+
+
+def destination(draft: Draft, key: str, value: Any) -> None:
+    training_keys.job_name(draft, key, str(value).removesuffix(".safetensors"))
+
+
+# -- noise and loss ----------------------------------------------------------------------------
+
+
+def by_size(draft: Draft, key: str) -> bool:
+    """Whether the shift follows the resolution, which other models ignore."""
+    return draft.on("dynamic_timestep_shifting") and models.family_of(draft).name in _LINES
+
+
+def _moves(draft: Draft) -> bool:
+    """Whether sigma is shifted."""
+    return by_size(draft, "") or (draft.number("timestep_shift") or 1) != 1
+
+
+def distribution(draft: Draft, key: str, value: Any) -> None:
+    """How sigma is drawn."""
+    word = str(value).strip().upper()
+    if models.family_of(draft).objective != "flow":
+        if word == "UNIFORM":
+            draft.unneeded(key, "timesteps are drawn evenly")
+        else:
+            draft.unsupported(key, "timesteps of such models are drawn evenly")
+    elif word in ("UNIFORM", "LOGIT_NORMAL"):
+        plain, moved = (
+            ("uniform", "uniform_shift") if word == "UNIFORM" else ("logit_normal", "shift")
+        )
+        draft.take(key, "timestep_sampling", moved if _moves(draft) else plain)
+        if word == "LOGIT_NORMAL":
+            weight = draft.number("noising_weight") or 0
+            draft.values |= {} if weight <= -1 else {"logit_std": 1 + weight}
+            draft.values["logit_mean"] = draft.number("noising_bias") or 0.0
+    elif word == "HEAVY_TAIL" and not _moves(draft):
+        draft.take(key, "timestep_sampling", "mode")
+        draft.values["mode_scale"] = draft.number("noising_weight") or 0.0
+    else:
+        draft.unsupported(key, "set timestep_sampling: uniform, logit_normal, shift, or another")
+
+
+def dynamic_shift(draft: Draft, key: str, value: Any) -> None:
+    """Take the shift at the resolution of the job."""
+    sides, line = sides_of(draft.values.get("resolution") or 512), models.family_of(draft).name
+    training_keys.take_shift_by_size(draft, key, sides, line=_LINES[line])
+
+
+def strength(draft: Draft, key: str, value: Any, *, ours: str, end: float) -> None:
+    """Take an end of what is drawn, into which the whole distribution is squeezed."""
+    even = word_of(draft.get("timestep_distribution")) == "uniform" and not _moves(draft)
+    if as_number(value) == end:
+        draft.unneeded(key, "all noise levels are trained")
+    elif even and models.family_of(draft).objective == "flow":
+        draft.take(key, ours, value)
+    else:
+        draft.unsupported(key, f"{ours} cuts off what is drawn, and does not squeeze it")
+
+
+def loss(draft: Draft, key: str, value: Any) -> None:
+    """Take the strengths of losses, of which one may be other than 0."""
+    names = ("mse", "mae", "log_cosh", "huber")
+    strengths = {
+        name: draft.number(f"{name}_strength") if f"{name}_strength" in draft.theirs else None
+        for name in names
+    }
+    strengths["mse"] = 1.0 if strengths["mse"] is None else strengths["mse"]
+    used = {name: number for name, number in strengths.items() if number}
+    word = key.partition("_strength")[0]
+    if word not in used:
+        draft.unneeded(key, "off")
+    elif len(used) > 1 or used[word] != 1 or word == "log_cosh":
+        draft.unsupported(key, "one loss, of strength 1: use loss_type: mse, huber or smooth_l1")
+    elif word == "mse":
+        draft.take(key, "loss_type", "mse")
+    elif word == "mae":
+        draft.take(key, "loss_type", "smooth_l1", "the nearest, twice as large")
+        draft.values |= {"huber_c": 1e-3, "huber_schedule": "constant"}
+    else:
+        draft.take(key, "loss_type", "huber", "the nearest, twice as large")
+        draft.values["huber_schedule"] = "constant"
+        draft.values["huber_c"] = draft.number("huber_delta") or 1.0
+
+
+def snr(draft: Draft, key: str, value: Any) -> None:
+    draft.take(key, "snr_gamma", draft.number("loss_weight_strength") or 5.0)
+
+
+CONFIG: Final = read_table(__file__, "config", vars(data) | globals())

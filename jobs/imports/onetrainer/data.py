@@ -5,28 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import ValidationError
-
 from jobs.errors import UserError
-from jobs.imports.common import data, models, training_keys
-from jobs.imports.common.draft import (
-    all_of,
-    as_number,
-    flatten,
-    is_off,
-    is_unset,
-    named,
-    needless,
-    unless_off,
-    when,
-    without,
-)
+from jobs.imports.common import data, models
+from jobs.imports.common.draft import as_number, flatten, is_off, is_unset
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.places import find_beside, read_beside, read_text
-from jobs.spec.keys.prompts import ValidationPrompt
+from jobs.imports.common.table import read_table
 
 if TYPE_CHECKING:
-    from jobs.imports.common.draft import Draft, Rule
+    from jobs.imports.common.draft import Draft
 
 _FPS: Final = 24
 _SETTINGS: Final = {
@@ -36,19 +23,12 @@ _SETTINGS: Final = {
     "diffusion_steps": "steps",
     "cfg_scale": "guidance",
 }
-SAMPLE_DEFAULTS: Final = {"sample_after": 10, "sample_after_unit": "MINUTE"}
-_AUGMENTATIONS: Final = " ".join(
-    f"image.enable_{how}_{what}"
-    for what in ("rotate", "brightness", "contrast", "saturation", "hue")
-    for how in ("random", "fixed")
-)
-_AS_THEY_ARE: Final = "images and captions are used unchanged"
 
 
 # -- concepts ----------------------------------------------------------------------------------
 
 
-def _concepts(draft: Draft, key: str, value: Any) -> None:
+def concepts(draft: Draft, key: str, value: Any) -> None:
     """All concepts, each reported under its number."""
     if not isinstance(value, list):
         draft.unreadable(key, "not a list of concepts")
@@ -56,7 +36,7 @@ def _concepts(draft: Draft, key: str, value: Any) -> None:
     _read(draft, key, value)
 
 
-def _concept_file(draft: Draft, key: str, value: Any) -> None:
+def concept_file(draft: Draft, key: str, value: Any) -> None:
     if draft.theirs.get("concepts"):
         draft.unneeded(key, "concepts are in the configuration")
         return
@@ -84,14 +64,8 @@ def _read(draft: Draft, place: str, entries: list[Any]) -> None:
         elif kind != "STANDARD":
             draft.unsupported(name, "set regularization: true to train on its images, too")
         else:
-            part = data.Part(draft, f"{name}.", flatten(theirs, keep=("concept_stats",)))
-            part.defaults = {
-                "image.enable_crop_jitter": True,
-                "text.prompt_source": "sample",
-                "include_subdirectories": False,
-            }
-            part.apply(_CONCEPT, _CONCEPT_PREFIXES, ("path",))
-            parts.append(part)
+            theirs = flatten(theirs, keep=("concept_stats",))
+            parts.append(data.read_part(draft, name, theirs, CONCEPT))
     if any("resolution" in part.values for part in parts):
         usual = draft.values.get("resolution") or _sides(draft.get("resolution"))
         for part in parts if usual else []:
@@ -108,18 +82,8 @@ def _migrate(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-def _repeats(part: Draft, key: str, value: Any) -> None:
-    if str(part.get("balancing_strategy") or "REPEATS").strip().upper() != "REPEATS":
-        part.unsupported(key, "a number of samples for each epoch: set repeats or weight")
-    else:
-        data.whole_repeats(part, key, value)
-
-
-def _below(part: Draft, key: str, value: Any) -> None:
-    """Whether folders in it belong to it: always, here."""
-    if not is_off(value):
-        part.unneeded(key, "folders below are always read")
-        return
+def below(part: Draft, key: str, value: Any) -> None:
+    """Say whether there are folders in it, which belong to it here."""
     place = find_beside(part.folder, str(part.get("path")))
     try:
         inner = place is not None and any(child.is_dir() for child in place.iterdir())
@@ -131,19 +95,7 @@ def _below(part: Draft, key: str, value: Any) -> None:
         part.unneeded(key, "there are none, or they cannot be seen")
 
 
-def _source(part: Draft, key: str, value: Any) -> None:
-    """Where captions come from."""
-    word = str(value).strip().lower()
-    if word == "filename":
-        part.unsupported(key, "captions are in .txt files; write the names into them")
-    elif word != "concept":
-        part.values |= {"missing_captions": "empty", "caption_lines": "variants"}
-        part.record(Kind.TRANSLATED, key, why=".txt files; each line is a separate caption")
-    else:
-        _one_caption(part, key)
-
-
-def _one_caption(part: Draft, key: str) -> None:
+def one_caption(part: Draft, key: str, value: Any) -> None:
     """One file with captions for all images, of which only a single one is supported."""
     path = find_beside(part.folder, str(part.get("text.prompt_path") or ""), by_name=True)
     lines: list[str] = []
@@ -159,15 +111,6 @@ def _one_caption(part: Draft, key: str) -> None:
         part.unsupported(key, f"{why} for all images; write .txt files beside them")
 
 
-def _crop(part: Draft, key: str, value: Any) -> None:
-    if part.job.get("crop") == "square":
-        part.unneeded(key, "aspect_ratio_bucketing is off")
-    elif is_off(value):
-        part.take(key, "crop", "center", "the middle")
-    else:
-        part.take(key, "crop", "random", "moved at random")
-
-
 def _sides(text: Any) -> list[int] | None:
     """Return the resolutions of a text; None for a size that is no square."""
     words = str(text).strip().lower()
@@ -177,7 +120,7 @@ def _sides(text: Any) -> list[int] | None:
     return [int(word) for word in re.split(r"[^0-9]+", words) if word]
 
 
-def _resolution(draft: Draft, key: str, value: Any) -> None:
+def resolution(draft: Draft, key: str, value: Any) -> None:
     """One resolution, or several, of which an image has a random one in each epoch there."""
     sides = _sides(value)
     if "resolution" in draft.values:
@@ -189,54 +132,6 @@ def _resolution(draft: Draft, key: str, value: Any) -> None:
     else:
         several = "each image at each of them; at a random one there"
         draft.take(key, "resolution", sides, several if len(sides) > 1 else "")
-
-
-_override: Final = when(
-    lambda part: part.on("image.enable_resolution_override"),
-    _resolution,
-    "enable_resolution_override is off",
-)
-
-
-def _shuffles(part: Draft) -> bool:
-    return part.on("text.enable_tag_shuffling")
-
-
-_CONCEPT: Final[dict[str, Rule]] = {
-    "path": data.folder,
-    "balancing": _repeats,
-    "include_subdirectories": _below,
-    "loss_weight": named("loss_weight"),
-    "image.enable_crop_jitter": _crop,
-    "image.enable_random_flip": unless_off("random_flip", True),
-    "image.enable_fixed_flip": without(_AS_THEY_ARE),
-    **all_of(_AUGMENTATIONS, without(_AS_THEY_ARE)),
-    **all_of(
-        "image.enable_random_circular_mask_shrink image.enable_random_mask_rotate_crop",
-        without("masks are used unchanged"),
-    ),
-    "image.resolution_override": _override,
-    "text.prompt_source": _source,
-    "text.enable_tag_shuffling": unless_off(
-        "shuffle_captions", True, "in a few orders, each encoded once"
-    ),
-    "text.keep_tags_count": when(_shuffles, unless_off("keep_tags"), "tags are not shuffled"),
-    "text.tag_delimiter": data.delimiter("text.enable_tag_shuffling"),
-    **all_of(
-        "text.tag_dropout_enable text.caps_randomize_enable",
-        without("caption_dropout_probability trains with empty captions"),
-    ),
-    **all_of(
-        "enabled type name seed concept_stats balancing_strategy image_variations text_variations "
-        "image.enable_resolution_override text.prompt_path __version image.__version "
-        "text.__version",
-        needless("part of another key, or only for its own caches"),
-    ),
-}
-_CONCEPT_PREFIXES: Final[dict[str, Rule]] = {
-    "image.random_": needless("only for augmentations, which are not supported"),
-    **all_of("text.tag_dropout text.caps_", needless("only for what is not supported")),
-}
 
 
 def caption_dropout(draft: Draft, key: str, value: Any) -> None:
@@ -251,19 +146,7 @@ def caption_dropout(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, "caption_dropout_probability", value)
 
 
-def of_masks(rule: Rule) -> Rule:
-    """Make a rule for a key that has an effect only with masks."""
-    return when(lambda draft: draft.on("masked_training"), rule, "masked_training is off")
-
-
-def _square(draft: Draft, key: str, value: Any) -> None:
-    if is_off(value):
-        draft.take(key, "crop", "square", "no buckets")
-    else:
-        draft.unneeded(key, training_keys.BUCKETS)
-
-
-def _frames(draft: Draft, key: str, value: Any) -> None:
+def frames(draft: Draft, key: str, value: Any) -> None:
     number = as_number(value)
     if number is None and models.family_of(draft).frame_step:
         draft.unsupported(key, "all videos have num_frames frames")
@@ -276,14 +159,14 @@ def _frames(draft: Draft, key: str, value: Any) -> None:
 # -- samples -----------------------------------------------------------------------------------
 
 
-def _samples(draft: Draft, key: str, value: Any) -> None:
+def samples(draft: Draft, key: str, value: Any) -> None:
     if not isinstance(value, list):
         draft.unreadable(key, "not a list of samples")
         return
     _prompts(draft, key, value, f"{len(value)} samples")
 
 
-def _sample_file(draft: Draft, key: str, value: Any) -> None:
+def sample_file(draft: Draft, key: str, value: Any) -> None:
     if draft.theirs.get("samples"):
         draft.unneeded(key, "samples are in the configuration")
         return
@@ -294,7 +177,7 @@ def _sample_file(draft: Draft, key: str, value: Any) -> None:
 
 def _prompts(draft: Draft, key: str, entries: list[Any], why: str) -> None:
     """Take samples that are on, each with its settings."""
-    made: list[Any] = []
+    given: list[tuple[str, dict[str, Any]]] = []
     if str(draft.get("sample_after_unit") or "MINUTE").strip().upper() == "NEVER":
         draft.unneeded(key, "sample_after_unit is NEVER")
         return
@@ -317,19 +200,14 @@ def _prompts(draft: Draft, key: str, entries: list[Any], why: str) -> None:
             settings["num_frames"] = entry["frames"]
         if not models.takes_negatives(draft):
             settings.pop("negative_prompt", None)
-        try:
-            made.append(
-                ValidationPrompt.model_validate({"prompt": ""} | settings).model_dump(mode="json")
-            )
-        except ValidationError as error:
-            draft.unreadable(name, error.errors()[0]["msg"])
-    if made:
+        given.append((name, {"prompt": ""} | settings))
+    if made := data.prompts(draft, given):
         draft.take(key, "validation_prompts", made, why)
     else:
         draft.unneeded(key, "no sample is on")
 
 
-def has_samples(draft: Draft) -> bool:
+def has_samples(draft: Draft, key: str) -> bool:
     """Whether there are samples, or a file that may have some."""
     file = draft.theirs.get("sample_definition_file_name")
     place = find_beside(draft.folder, str(file), by_name=True) if file else None
@@ -341,15 +219,4 @@ def _any_seed(entry: dict[Any, Any]) -> bool:
     return not is_off(entry.get("random_seed")) or seed is None or seed < 0
 
 
-RULES: Final[dict[str, Rule]] = {
-    "concepts": _concepts,
-    "concept_file_name": _concept_file,
-    "resolution": _resolution,
-    "aspect_ratio_bucketing": _square,
-    "masked_training": unless_off("masked_loss", "file", "files that end in -masklabel.png"),
-    "frames": _frames,
-    "validation": without("set validation_fraction, and validation_steps"),
-    **all_of("validate_after validate_after_unit", needless("only for validation")),
-    "samples": _samples,
-    "sample_definition_file_name": _sample_file,
-}
+CONCEPT: Final = read_table(__file__, "concept", globals())

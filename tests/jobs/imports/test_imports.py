@@ -12,12 +12,12 @@ import yaml
 
 from jobs.errors import UserError
 from jobs.imports.ai_toolkit import config as ai_toolkit
-from jobs.imports.ai_toolkit import data as ai_toolkit_data
 from jobs.imports.common.command_line import read_command
 from jobs.imports.common.draft import Draft
 from jobs.imports.common.import_report import Kind, shown
 from jobs.imports.common.models import guess_family
 from jobs.imports.diffusers import script as diffusers_script
+from jobs.imports.diffusion_pipe import config as diffusion_pipe
 from jobs.imports.imported import (
     Imported,
     import_ai_toolkit,
@@ -27,6 +27,7 @@ from jobs.imports.imported import (
     import_script,
     import_simpletuner,
 )
+from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.simpletuner import config as simpletuner
 from jobs.imports.simpletuner import data as data_rules
 from jobs.spec.families import FAMILIES
@@ -34,7 +35,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.rules.steps import total_steps
 from jobs.untrusted.files import LARGEST_TEXT
 from tests.support.jobs.imported import ODD, check, entries, entry
-from tests.support.paths import IMPORT_EXAMPLES
+from tests.support.paths import IMPORT_EXAMPLES, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES: Final = IMPORT_EXAMPLES
+TABLES: Final = sorted((ROOT / "jobs" / "imports").glob("*/table.yaml"))
 SECRETS: Final = (
     "hf_AbCdEf",
     "0123456789abcdef",
@@ -1242,20 +1244,20 @@ def test_a_script_that_does_something_else_is_not_taken_for_this(script: str) ->
 @pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))
 def test_no_value_of_any_key_breaks_an_import(value: Any, tmp_path: Path) -> None:
     """All keys at once, which may leave nothing of the job; and each is in the report, once."""
-    keys = [key for key in simpletuner._RULES if key not in ("data_backend_config",)]
+    keys = [key for key in simpletuner.CONFIG.rules if key not in ("data_backend_config",)]
     imported = simple(tmp_path, **dict.fromkeys(keys, value))
     assert sorted({e.key for e in imported.report.entries} & set(keys)) == sorted(keys)
     assert all(len(entries(imported, key)) == 1 for key in keys)
 
-    flat = dict.fromkeys((key for key in data_rules._DATASET if "." not in key), value)
+    flat = dict.fromkeys((key for key in data_rules.DATASET.rules if "." not in key), value)
     backend(tmp_path, flat, value, {"instance_data_dir": "d", "video": value})
 
-    flat = {key.replace(".", "__"): value for key in ai_toolkit._RULES if key.count(".") == 1}
+    flat = {key.replace(".", "__"): value for key in ai_toolkit.CONFIG.rules if key.count(".") == 1}
     process(tmp_path, **{key: one for key, one in flat.items() if not key.startswith("config")})
-    process(tmp_path, datasets=[dict.fromkeys(ai_toolkit_data._DATASET, value), value])
+    process(tmp_path, datasets=[dict.fromkeys(ai_toolkit.DATASET.rules, value), value])
     process(tmp_path, datasets=value, network=value, sample=value, trigger_word=value)
 
-    words = [f"--{key}={value}" for key in diffusers_script._RULES]
+    words = [f"--{key}={value}" for key in diffusers_script.SCRIPT.rules]
     import_script(
         ["accelerate", "launch", f"--num_processes={value}", "train_dreambooth_flux.py", *words]
     )
@@ -1613,15 +1615,28 @@ def test_what_is_no_command_is_one_sentence(text: str, said: str) -> None:
 
 
 def test_every_family_of_the_tables_is_spelled_as_here() -> None:
-    """Tables name families and flavours by hand; those that are not here (yet) are few."""
-    from jobs.imports.ai_toolkit import rules as ai_toolkit_rules
-    from jobs.imports.simpletuner import published
+    """Tables name families and flavours by hand."""
+    for family, names in simpletuner.DATA["flavours"].items():
+        assert set(names.values()) <= set(FAMILIES[family].flavours), family
+    for family, words in diffusion_pipe.DATA["flavours"].items():
+        assert set(words.values()) <= set(FAMILIES[family].flavours), family
+    models = {**ai_toolkit.DATA["architectures"], **onetrainer.DATA["models"]}
+    for family, _, flavour in (text.partition(" ") for text in models.values() if text):
+        assert not flavour or flavour in FAMILIES[family].flavours, flavour
 
-    for family, names in published._FLAVOURS.items():
-        if family in FAMILIES:
-            assert set(names.values()) <= set(FAMILIES[family].flavours), family
-    for family, flavour in ai_toolkit_rules._ARCHITECTURES.values():
-        assert flavour is None or flavour in FAMILIES[family].flavours, flavour
+
+@pytest.mark.parametrize("path", TABLES, ids=[path.parent.name for path in TABLES])
+def test_no_key_of_a_table_is_written_twice(path: Path) -> None:
+    """YAML takes the later one in silence."""
+    nodes = [yaml.compose(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value]
+            assert len(keys) == len(set(keys)), keys
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
 
 
 # -- never a full fine-tune by mistake -------------------------------------------------------

@@ -13,7 +13,7 @@ from jobs.errors import UserError
 from jobs.imports.common.import_report import Kind
 from jobs.imports.common.whose import MUSUBI, SD_SCRIPTS
 from jobs.imports.imported import import_file, import_kohya, import_script
-from jobs.imports.kohya import data, rules
+from jobs.imports.kohya import config
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.kohya_commands import EXAMPLES, FLAGS, FLUX, SDXL, WAN, lost, of
 
@@ -322,11 +322,11 @@ def test_a_file_of_the_authors_is_their_repository_and_others_are_to_fill_in(
 
 @pytest.mark.parametrize("tool", list(FLAGS))
 def test_every_flag_of_the_tool_s_parsers_has_a_rule(tool: str) -> None:
-    table = rules.table_of(tool) | data.rules_of(tool)
+    table = config.TABLES[tool]
     lists = {"network_args", "optimizer_args", "lr_scheduler_args"}  # each of their words has one
     secret = {"huggingface_token"}
-    unknown = [key for key in FLAGS[tool].split() if key not in table]
-    assert {key for key in unknown if not key.startswith(tuple(rules.PREFIXES))} == lists | secret
+    unknown = [key for key in FLAGS[tool].split() if key not in table.rules]
+    assert {key for key in unknown if not key.startswith(tuple(table.beginnings))} == lists | secret
 
 
 Lost = Kind.UNSUPPORTED

@@ -11,7 +11,6 @@ import pytest
 from jobs.errors import UserError
 from jobs.imports.common.import_report import Kind
 from jobs.imports.diffusion_pipe import config as diffusion_pipe
-from jobs.imports.diffusion_pipe import data as diffusion_pipe_data
 from jobs.imports.imported import import_diffusion_pipe, import_file, import_onetrainer
 from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.onetrainer import data as onetrainer_data
@@ -705,10 +704,10 @@ def test_every_key_of_the_tools_has_a_rule() -> None:
         "layer_filter svd_rank", "quantization."
     )
     tables = [
-        (keys, onetrainer._RULES, onetrainer._PREFIXES),
-        (named(CONCEPT_KEYS), onetrainer_data._CONCEPT, onetrainer_data._CONCEPT_PREFIXES),
-        (named(PIPE_KEYS), diffusion_pipe._RULES, diffusion_pipe._PREFIXES),
-        (named(DIRECTORY_KEYS), diffusion_pipe_data._DIRECTORY, {}),
+        (keys, onetrainer.CONFIG.rules, onetrainer.CONFIG.beginnings),
+        (named(CONCEPT_KEYS), onetrainer_data.CONCEPT.rules, onetrainer_data.CONCEPT.beginnings),
+        (named(PIPE_KEYS), diffusion_pipe.CONFIG.rules, diffusion_pipe.CONFIG.beginnings),
+        (named(DIRECTORY_KEYS), diffusion_pipe.DIRECTORY.rules, {}),
     ]
     for names, rules, prefixes in tables:
         assert [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import yaml
 from pydantic import ValidationError
 
 from jobs.errors import UserError
@@ -31,7 +30,6 @@ from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.simpletuner import config as simpletuner
 from jobs.models.find_model import find_model
 from jobs.paths import exists, expand
-from jobs.spec.file.load import dump_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.warnings import find_warnings
@@ -70,7 +68,7 @@ class Imported:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of the job file: those that differ from their defaults."""
-        values: dict[str, Any] = yaml.safe_load(dump_spec(self.spec, only_set=True))
+        values = self.spec.to_dict(only_set=True)
         for entry in values.get("datasets", []):
             for key in [key for key, value in entry.items() if value in (None, _USUAL.get(key))]:
                 del entry[key]

@@ -7,6 +7,7 @@ report is complete because every key goes through the table, not because someone
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
@@ -108,8 +109,7 @@ class Draft:
 
     def _differs(self, entry: Entry) -> bool:
         """Whether the assumed value differs from the job's own default."""
-        family = {k: v for k, v in self.job.items() if k in ("model_family", "model_flavour")}
-        usual = JobSpec(**family)
+        usual = _usual_job(self.job.get("model_family"), self.job.get("model_flavour"))
         return any(getattr(usual, name) != read(name, v) for name, v in entry.ours.items())
 
     # -- writing ---------------------------------------------------------------------------
@@ -144,6 +144,13 @@ class Draft:
 
     def unreadable(self, key: str, why: str) -> None:
         self.record(Kind.UNREADABLE, key, why=why)
+
+
+@cache
+def _usual_job(family: str | None, flavour: str | None) -> JobSpec:
+    """Return a job of a model in which nothing else is set."""
+    named = {"model_family": family, "model_flavour": flavour}
+    return JobSpec(**{key: name for key, name in named.items() if name is not None})
 
 
 # -- values ----------------------------------------------------------------------------------

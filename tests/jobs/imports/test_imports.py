@@ -1039,6 +1039,7 @@ SCRIPT_FLAGS: Final[list[tuple[str, dict[str, Any] | Kind]]] = [
     ("--class_prompt=cat", Needless),
     ("--lr_warmup_steps=500", Needless),
     ("--lr_warmup_steps=50 --lr_scheduler=cosine", {"lr_warmup_steps": 50}),
+    ("--lr_scheduler=cosine", {"lr_scheduler": "cosine", "lr_warmup_steps": 500}),
     ("--num_train_epochs=2", {"num_train_epochs": 2.0, "max_train_steps": None}),
     ("--num_train_epochs=2 --max_train_steps=10", Needless),
     ("--validation_epochs=3", Lost),

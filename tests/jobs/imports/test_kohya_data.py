@@ -275,6 +275,7 @@ def test_the_loss_is_weighted_as_there(command: str, weighting: str) -> None:
 
 # -- what is damaged -------------------------------------------------------------------------
 
+YAML: Final = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 ODD: Final = (
     "",
     "x",
@@ -294,7 +295,7 @@ ODD: Final = (
 def job_or_sentence(path: Path) -> bool:
     """Whether a file makes a job, or is refused in one line."""
     try:
-        return isinstance(yaml.safe_load(import_file(path).to_yaml()), dict)
+        return isinstance(yaml.load(import_file(path).to_yaml(), YAML), dict)
     except UserError as error:
         return "\n" not in str(error)
 

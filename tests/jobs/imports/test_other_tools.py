@@ -499,7 +499,11 @@ def pipe(folder: Path, directory: Any = None, /, **keys: Any) -> Imported:
 
 PIPE: Final[Cells] = [
     ({"optimizer__lr": 2e-5}, {"learning_rate": 2e-5, "weight_decay": 0.01}),
-    ({"optimizer__type": "adamw_optimi"}, {"optimizer": "adamw", "adam_beta2": 0.99}),
+    (
+        {"optimizer__type": "adamw_optimi"},
+        {"optimizer": "adamw", "adam_beta2": 0.99, "weight_decay": 0.01},
+    ),
+    ({"optimizer__type": "sgd"}, {"optimizer": "sgd", "weight_decay": 0.0}),
     ({"optimizer__type": "AdamW8bitKahan"}, {"optimizer": "adamw_8bit", "weight_decay": 0.01}),
     ({"optimizer__type": "automagic"}, Lost),
     ({"optimizer__gradient_release": True}, Lost),

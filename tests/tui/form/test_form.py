@@ -729,34 +729,59 @@ def plain_keys(app: FsdpTui) -> str:
 # -- sweeps --------------------------------------------------------------------------------
 
 
+class Keys:
+    """Presses keys, and counts them."""
+
+    def __init__(self, app: FsdpTui, pilot: Pilot[None]) -> None:
+        self.app, self.pilot, self.count = app, pilot, 0
+
+    async def press(self, *keys: str) -> None:
+        self.count += len(keys)
+        await self.pilot.press(*keys)
+
+    async def to_learning_rate(self) -> None:
+        """Go to the field from the first one of a form that opens."""
+        await until(self.pilot, lambda: self.app.screen.query("#field-name") and self.app.focused)
+        await self.press("ctrl+f")
+        await until(self.pilot, lambda: isinstance(self.app.screen, CommandPalette))
+        await self.press(*"lear")
+        await until(self.pilot, lambda: palette_shows(self.app, "learning_rate"))
+        await self.press("enter")
+        await until(self.pilot, lambda: isinstance(self.app.screen, NewJobScreen))
+        await until(self.pilot, lambda: field(self.app, "learning_rate").control.has_focus)
+
+
+async def test_a_job_resumes_with_another_rate_by_twelve_keys(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    spec = load_spec(None, job_values | {"name": "cats", "learning_rate": 1e-4})
+    job = add_job(store, "cats", ranks=1, job_file=dump_spec(spec), state=State.STOPPED)
+    store.pause(True)
+    async with running(store) as (app, pilot):
+        keys = Keys(app, pilot)
+        await keys.press("S")
+        await keys.to_learning_rate()
+        await keys.press(*"3e-5", "ctrl+r")
+        await until(pilot, lambda: store.get(job.id).state is State.QUEUED)
+    assert keys.count <= 12
+    assert load_spec(job.run_dir.job_file).learning_rate == 3e-5
+
+
 async def test_five_learning_rates_are_queued_with_at_most_twelve_keys(
     store: Store, job_values: dict[str, Any]
 ) -> None:
     spec = load_spec(None, job_values | {"name": "cats", "learning_rate": 1e-4})
     add_job(store, "cats", ranks=1, job_file=dump_spec(spec))
     async with running(store) as (app, pilot):
-        keys = 0
-
-        async def press(*some: str) -> None:
-            nonlocal keys
-            keys += len(some)
-            await pilot.press(*some)
-
-        await press("D")
-        await until(pilot, lambda: app.screen.query("#field-name") and app.focused)
-        await press("ctrl+f")
-        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
-        await press(*"lear")
-        await until(pilot, lambda: palette_shows(app, "learning_rate"))
-        await press("enter")
-        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
-        await until(pilot, lambda: field(app, "learning_rate").control.has_focus)
-        await press("ctrl+e")
+        keys = Keys(app, pilot)
+        await keys.press("D")
+        await keys.to_learning_rate()
+        await keys.press("ctrl+e")
         await until(pilot, lambda: "queue 5 jobs" in text_of(app, "form-keys"))
         assert note_of(app, "learning_rate") == "5 values, a job each"
-        await press("ctrl+r")
+        await keys.press("ctrl+r")
         await until(pilot, lambda: len(store.all()) == 6)
-        assert keys <= 12
+        assert keys.count <= 12
         await until(pilot, lambda: "sweep cats-2: 5 jobs queued" in said(app))
     made = store.all()[::-1][1:]
     rates = [load_spec(job.run_dir.job_file).learning_rate for job in made]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 import errors
+import setups
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -113,6 +114,7 @@ _PARTS: Final[dict[Path, tuple[str, Callable[[], str]]]] = {
     ROOT / "docs/dashboard-and-keys.md": ("actions", _actions),
     ROOT / "docs/command-line.md": ("commands", _commands),
     ROOT / "docs/errors.md": ("errors", errors.tables),
+    ROOT / "docs/memory-and-estimate.md": ("setups", setups.table),
 }
 
 

@@ -1,7 +1,7 @@
 """Rank setups of common jobs on common GPUs: the made part of memory-and-estimate.md.
 
-`python docs/setups.py` predicts them, which takes minutes, and keeps the predictions in
-`setups.json`; the table follows from these and from the rates in `jobs/memory/cards.py`.
+`python docs/setups.py` predicts what is not in `setups.json` yet, which takes minutes, and keeps it
+there; the table follows from these predictions and from the rates in `jobs/memory/cards.py`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ JOBS: Final = (
     ("4090", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
     ("4090", 1, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
     ("3090", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("5090", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
     ("a6000", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
-    ("a100-80gb", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("a100", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
+    ("h100", 2, "FLUX.1 LoRA", _LORA | {"model_family": "flux"}),
     ("h100", 8, "FLUX.1 full", _FULL | {"model_family": "flux"}),
-    ("5090", 4, "FLUX.2-dev LoRA", _LORA | {"model_family": "flux2"}),
-    ("h100", 2, "FLUX.2-dev LoRA", _LORA | {"model_family": "flux2"}),
-    ("l40s", 2, "Qwen-Image LoRA", _LORA | {"model_family": "qwen_image"}),
-    ("4090", 2, "SDXL LoRA", _LORA | {"model_family": "sdxl"}),
-    ("a100-80gb", 4, "SDXL full", _FULL | {"model_family": "sdxl"}),
+    ("4090", 2, "PixArt-Sigma full", _FULL | {"model_family": "pixart_sigma"}),
+    ("l4", 4, "PixArt-Sigma LoRA", _LORA | {"model_family": "pixart_sigma"}),
 )
 
 
@@ -61,7 +60,7 @@ class Memory:
     def __init__(self, server: Server | None = None) -> None:
         self._server = server
         self.kept: dict[str, Any] = {}
-        if server is None:
+        if KEPT.exists():
             self.kept = json.loads(KEPT.read_text(encoding="utf-8"))
 
     def predict(self, strategy: str, ranks: int, spec: JobSpec) -> Predicted | Refused:
@@ -142,7 +141,7 @@ def _cell(setup: Setup, *, named: bool = False) -> str:
 
 
 def main() -> None:
-    """Predict all jobs again."""
+    """Predict what is missing; delete `setups.json` first to predict everything again."""
     server = Server(patience=900)
     memory = Memory(server)
     for card, count, title, keys in JOBS:

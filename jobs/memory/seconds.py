@@ -40,12 +40,12 @@ _LANES: Final = 16
 _MEASURED: Final = 0.1  # relative width of the band of a rate that was measured here
 
 PARTS: Final = {
-    "products": "matrix products and attention",
-    "memory": "kernels that wait for GPU memory",
+    "products": "matrix products",  # and attention
+    "memory": "GPU memory",
     "links": "traffic between GPUs",
-    "copies": "copies between host and GPU",
+    "copies": "copies from host memory",
     "optimizer": "the optimizer",
-    "launches": "launching kernels",
+    "launches": "kernel launches",
 }
 
 

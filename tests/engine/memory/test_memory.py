@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine.memory import estimator as estimator_module
 from engine.memory.__main__ import serve
@@ -19,13 +20,15 @@ from engine.memory.predict import Overheads, Trained, predict, state_bytes, temp
 from engine.memory.prediction import PHASES, Parts, Phase, Prediction
 from engine.memory.tracing.live import Live, rounded
 from engine.memory.tracing.model import Shape, shape_of
-from engine.memory.tracing.timeline import Mark, Recorder
+from engine.memory.tracing.timeline import Mark, Recorder, work_of
 from engine.memory.tracing.trace import Trace, trace_model
+from engine.memory.tracing.work import Counter
 from engine.train.optimizer import build_optimizer
 from jobs.errors import UserError
 from jobs.memory.predicted import Predicted
+from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
-from tests.support.engine.memory import peaks_of, reference, small_toy
+from tests.support.engine.memory import peaks_of, reference, small_toy, with_layers
 from tests.support.engine.toy_jobs import toy_values
 from tests.support.engine.training_adapters import write_training_adapter
 
@@ -476,3 +479,79 @@ def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
     assert trace.model == "SD3Transformer2DModel"
     assert not trace.compiles, "it names no blocks to compile"
     assert predict(trace, spec, 8, "fsdp2").peak > 0
+
+
+# -- work ----------------------------------------------------------------------------------
+
+
+# Matrix elements that each token meets in a block, over the width squared: queries, keys, values
+# and outputs of attention take four, the feed-forward network eight.
+WIDTHS: Final = {
+    # FLUX.1: images and texts meet matrices of their own, of the same shapes.
+    "flux": {"d": 3072, "each": 12, "tokens": 4096 + 512, "of_texts": 0, "texts": 0},
+    # PixArt-Sigma: two more for queries and outputs of cross-attention, two more for 300 texts.
+    "pixart_sigma": {"d": 1152, "each": 14, "tokens": 4096, "of_texts": 2, "texts": 300},
+}
+LAYERS: Final = 2  # of each kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WIDTHS)
+@pytest.mark.parametrize(
+    ("changes", "products", "attention"),
+    [
+        (FULL, 3, 14),  # 6 N T: weights need gradients as well
+        ({"lora_rank": 1}, 2, 14),  # frozen weights need none
+        (FULL | CHECKPOINTED, 4, 18),  # and forward again
+    ],
+    ids=["full", "lora", "checkpointed"],
+)
+def test_flops_are_those_of_the_closed_form(
+    family: str,
+    changes: dict[str, Any],
+    products: int,
+    attention: int,
+) -> None:
+    name = next(iter(FAMILIES[family].flavours.values())).hub_id
+    values = {"model_family": family, "pretrained_model_name_or_path": name, "dataset": "."}
+    spec = load_spec(None, values | {"resolution": 1024, "device": "cuda"} | BF16 | changes)
+    whole = shape(spec)
+    few = with_layers(whole.config, LAYERS)
+    trace = trace_model(replace(whole, config=few, key=f"{whole.key} {LAYERS}"))
+    facts = WIDTHS[family]
+    d, tokens, texts = facts["d"], facts["tokens"], facts["texts"]
+    blocks = sum(LAYERS for name in few if name in ("num_layers", "num_single_layers"))
+    of_products = 2 * d**2 * (facts["each"] * tokens + facts["of_texts"] * texts) * blocks
+    of_attention = tokens * (tokens + texts) * d * blocks
+    forward, backward = (work_of(trace.timeline, name) for name in ("forward", "backward"))
+    counted = forward.half + backward.half
+    # What comes before the first matrix of a LoRA needs no gradient, here in one block of four.
+    assert counted == pytest.approx(products * of_products, rel=0.03 if products > 2 else 0.08)
+    both = forward.attention + backward.attention
+    assert both == pytest.approx(attention * of_attention, rel=0.03)
+    assert forward.attention == pytest.approx(4 * of_attention, rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_replayed_block_counts_as_one_that_runs(toy: Path) -> None:
+    for changes in ({}, FULL | BF16 | CHECKPOINTED):
+        place = shape(spec_of(toy, **changes))
+        replayed, run = (trace_model(place, echo=echo) for echo in (True, False))
+        for phase in ("forward", "backward"):
+            first, second = (work_of(trace.timeline, phase) for trace in (replayed, run))
+            assert first.flops == second.flops > 0
+            assert first.bytes == pytest.approx(second.bytes, rel=0.01)
+            assert first.kernels == pytest.approx(second.kernels, rel=0.01)
+
+
+def test_torch_counts_the_same_flops() -> None:
+    """Against `FlopCounterMode` itself, which counts what runs on the CPU."""
+    layer = torch.nn.Linear(300, 200)
+    counter = Counter()
+    x = torch.empty(400, 300, requires_grad=True)
+    with FlopCounterMode(display=False) as reference, Live(work=counter):
+        layer(x).sum().backward()
+    work = counter.take()
+    assert work.flops == reference.get_total_flops() == 3 * 2 * 400 * 300 * 200
+    assert work.kernels > 3
+    assert counter.take().kernels == 0

@@ -332,6 +332,17 @@ def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: P
     assert held - backward.parts.parameters - backward.parts.optimizer == moved
 
 
+def test_ranks_of_a_machine_share_the_blocks_that_they_swap(
+    estimator: Estimator, toy: Path
+) -> None:
+    values = {"num_processes": 2, "strategy": "ddp"}
+    plain = estimator.estimate(spec_of(toy, **values))
+    swapping = estimator.estimate(spec_of(toy, swap_blocks=2, **values))
+    swapped = swapping.host["swapped_blocks"]
+    assert plain.phase("load").peak - swapping.phase("load").peak == swapped > 0  # type: ignore[union-attr]
+    assert swapping.host["machine"] == 2 * swapping.host["rank"] - swapped
+
+
 def test_schedule_free_keeps_other_weights_while_samples_are_denoised_and_decoded(
     estimator: Estimator, toy: Path
 ) -> None:

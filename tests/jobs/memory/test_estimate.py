@@ -346,6 +346,7 @@ def test_the_fastest_strategy_that_fits(
         ({"dp_replicate_size": 4}, 6, ("ddp", "fsdp2")),
         ({"context_parallel_size": 2}, 8, ("hsdp", "fsdp2")),
         ({"context_parallel_size": 4}, 4, ("fsdp2",)),
+        ({"swap_blocks": 4}, 8, ("ddp",)),
     ],
 )
 def test_what_a_job_could_run_with(

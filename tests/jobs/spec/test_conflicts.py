@@ -606,6 +606,7 @@ def test_the_number_of_ranks(values: dict[str, Any], ranks: int) -> None:
         ({"gpus": 2, "strategy": "ddp"}, "ddp", "set in job"),
         ({"num_processes": 4, "strategy": "hsdp"}, "hsdp", "set in job"),
         ({"num_processes": 4, "context_parallel_size": 2}, "fsdp2", "context parallelism"),
+        ({"num_processes": 2, "swap_blocks": 4}, "ddp", "swap_blocks needs it"),
     ],
 )
 def test_the_strategy_and_why(values: dict[str, Any], strategy: str, why: str) -> None:

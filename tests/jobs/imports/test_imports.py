@@ -436,8 +436,8 @@ def backend(folder: Path, *theirs: dict[str, Any], **around: Any) -> Imported:
     return simple(folder, data_backend_config="somewhere/else/data.json", **around)
 
 
-def process(folder: Path, **theirs: Any) -> Imported:
-    """Of ai-toolkit; double underscores stand between levels."""
+def process(folder: Path, name: str = "config.json", /, **theirs: Any) -> Imported:
+    """Of ai-toolkit; double underscores stand between levels. JSON is read ten times as fast."""
     tree: dict[str, Any] = {"type": "sd_trainer", "model": {"is_flux": True}}
     for key, value in theirs.items():
         *above, last = key.split("__")
@@ -445,9 +445,9 @@ def process(folder: Path, **theirs: Any) -> Imported:
         for name in above:
             place = place.setdefault(name, {})
         place[last] = value
-    path = folder / "config.yaml"
+    path = folder / name
     config = {"job": "extension", "config": {"name": "x", "process": [tree]}}
-    path.write_text(yaml.safe_dump(config))
+    path.write_text(json.dumps(config) if name.endswith(".json") else yaml.safe_dump(config))
     return import_ai_toolkit(path)
 
 
@@ -1256,7 +1256,8 @@ def test_no_value_of_any_key_breaks_an_import(value: Any, tmp_path: Path) -> Non
     flat = {key.replace(".", "__"): value for key in ai_toolkit.CONFIG.rules if key.count(".") == 1}
     process(tmp_path, **{key: one for key, one in flat.items() if not key.startswith("config")})
     process(tmp_path, datasets=[dict.fromkeys(ai_toolkit.DATASET.rules, value), value])
-    process(tmp_path, datasets=value, network=value, sample=value, trigger_word=value)
+    odd = {"datasets": value, "network": value, "sample": value, "trigger_word": value}
+    process(tmp_path, "config.yaml", **odd)
 
     words = [f"--{key}={value}" for key in diffusers_script.SCRIPT.rules]
     import_script(

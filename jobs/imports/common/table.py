@@ -196,7 +196,7 @@ def word_of(value: Any) -> str:
 
 @cache
 def _shared() -> dict[str, Any]:
-    """What tables of all tools share: sentences, rows, and whole tables."""
+    """Return what tables of all tools share: sentences, rows, and whole tables."""
     return _parsed(Path(__file__).with_name(_NAME))
 
 

@@ -15,7 +15,6 @@ from unittest.mock import MagicMock
 
 import yaml
 
-from jobs.imports.common.training_keys import OPTIMIZERS, PRECISIONS, SCHEDULES
 from jobs.imports.imported import import_ai_toolkit
 from tests.bench.import_sources.real import Real, base_of, files_in, literal, parse_source, word_of
 
@@ -107,10 +106,10 @@ def _values(process: dict[str, Any], classes: SimpleNamespace) -> dict[str, tupl
             max(train.gradient_accumulation, train.gradient_accumulation_steps),
         ),
         "snr_gamma": ("train.min_snr_gamma", train.min_snr_gamma or train.snr_gamma),
-        "optimizer": ("train.optimizer", word_of(OPTIMIZERS, optimizer)),
-        "lr_scheduler": ("train.lr_scheduler", word_of(SCHEDULES, train.lr_scheduler)),
+        "optimizer": ("train.optimizer", word_of("optimizer", optimizer)),
+        "lr_scheduler": ("train.lr_scheduler", word_of("schedule", train.lr_scheduler)),
         "lr_warmup_steps": ("train.lr_scheduler_params.num_warmup_steps", warm_up or 0),
-        "mixed_precision": ("train.dtype", word_of(PRECISIONS, train.dtype)),
+        "mixed_precision": ("train.dtype", word_of("precision", train.dtype)),
         "adam_beta1": (f"{place}.betas", (params.get("betas") or (0.9, 0.999))[0]),
         "adam_beta2": (f"{place}.betas", (params.get("betas") or (0.9, 0.999))[1]),
         "adam_epsilon": (f"{place}.eps", params.get("eps", 1e-6 if adam else 1e-8)),

@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.imports.diffusion_pipe.config import _FAMILIES, _OPTIMIZERS
+from jobs.imports.diffusion_pipe.config import DATA
 from jobs.imports.imported import import_diffusion_pipe
 from tests.bench.import_sources.real import Real, files_in, literal, parse_source
 
@@ -25,6 +25,13 @@ _WORDS: Final = {
     **dict.fromkeys(("adamw8bit", "adamw8bitkahan"), "adamw_8bit"),
 }
 _DTYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+# Betas, epsilon and weight decay of the classes that its train.py takes, in torch, bitsandbytes,
+# torch-optimi and pytorch_optimizer of August 2026.
+_OPTIMIZERS: Final = {
+    **dict.fromkeys(("adamw", "adamw8bit", "adamw8bitkahan", "offload"), (0.9, 0.999, 1e-8, 1e-2)),
+    **dict.fromkeys(("adamw_optimi", "stableadamw"), (0.9, 0.99, 1e-6, 1e-2)),
+    "lion": (0.9, 0.99, 1e-8, 0.0),
+}
 _PRECISIONS: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -86,7 +93,7 @@ def _toml(value: Any) -> str:
 def _real(name: str, path: Path, values: dict[str, Any], defaults: dict[str, Any]) -> Real:
     real = Real(name, lambda: import_diffusion_pipe(path), content=path.read_text(encoding="utf-8"))
     model = values["model"]
-    if model.get("type") not in _FAMILIES:
+    if model.get("type") not in DATA["families"]:
         return real
     values = defaults | copy.deepcopy(values)
     optimizer = values.get("optimizer") or {}

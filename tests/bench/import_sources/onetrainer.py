@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
 from jobs.imports.imported import import_onetrainer
-from jobs.imports.onetrainer.rules import ENCODERS, MODELS, SEVERAL, UNETS
+from jobs.imports.onetrainer.config import DATA
 from tests.bench.import_sources.real import Real, files_in
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from jobs.imports.imported import Imported
 
+_ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _OPTIMIZERS: Final = {
     **dict.fromkeys(("ADAM", "ADAMW"), "adamw"),
     **dict.fromkeys(("ADAM_8BIT", "ADAMW_8BIT"), "adamw_8bit"),
@@ -79,7 +80,7 @@ def _real(path: Path, values: dict[str, Any], tool: Any) -> Real:
         except (KeyError, ValueError, TypeError):
             return real
     known = str(config.model_type) == values.get("model_type", "STABLE_DIFFUSION_15")
-    if known and str(config.model_type) in MODELS:
+    if known and str(config.model_type).lower() in DATA["models"]:
         real.values = _values(config)
         if "prior" not in values and values.get("__version", 11) == 11:
             real.spelled_out = lambda: _spelled_out(path, values, config)
@@ -88,8 +89,8 @@ def _real(path: Path, values: dict[str, Any], tool: Any) -> Real:
 
 def _values(config: Any) -> dict[str, tuple[str, Any]]:
     """Our key → its key and the value that its own class has for it."""
-    family, _ = MODELS[str(config.model_type)]
-    part = "unet" if family in UNETS else "transformer"
+    family = DATA["models"][str(config.model_type).lower()].partition(" ")[0]
+    part = "unet" if family in ("stable_diffusion", "sdxl") else "transformer"
     denoiser, optimizer = getattr(config, part), config.optimizer
     name = str(optimizer.optimizer)
     lora = str(config.training_method) == "LORA"
@@ -153,7 +154,9 @@ def _values(config: Any) -> dict[str, tuple[str, Any]]:
         }
         if str(config.peft_type) == "LOKR":
             values["lora_rank"] = ("lokr_dim", config.lokr_dim)
-    trained = [name for name in ENCODERS[: SEVERAL.get(family, 1)] if getattr(config, name).train]
+    trained = [
+        name for name in _ENCODERS[: DATA["encoders"].get(family, 1)] if getattr(config, name).train
+    ]
     values["text_encoder_lora_rank"] = ("text_encoder.train", config.lora_rank if trained else 0)
     return values | _noise(config, family)
 

@@ -6,6 +6,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jobs.imports.common.table import translation
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
@@ -57,10 +59,10 @@ def keywords(call: ast.Call) -> dict[str, Any]:
     return {str(word.arg): literal(word.value) for word in call.keywords}
 
 
-def word_of(words: dict[str, tuple[Any, str]], value: Any) -> Any:
-    """Our word for one of a tool's."""
+def word_of(row: str, value: Any) -> Any:
+    """Our word for one of a tool's, by a row of the table for all tools."""
     word = str(value).strip().lower().replace("-", "_")
-    return words.get(word, (word, ""))[0]
+    return (translation(row, word) or (word, ""))[0]
 
 
 def base_of(word: Any) -> str:

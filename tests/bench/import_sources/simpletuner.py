@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from jobs.imports.common.training_keys import OPTIMIZERS, PRECISIONS
+from jobs.imports.common.table import translation
 from jobs.imports.imported import import_simpletuner
 from tests.bench.import_sources.real import (
     Real,
@@ -144,7 +144,7 @@ def _values(config: dict[str, Any], tool: Tool) -> dict[str, tuple[str, Any]]:
         if theirs == "loss_type":
             value = {"l2": "mse"}.get(value, value)
         if theirs == "mixed_precision":
-            value = word_of(PRECISIONS, value)
+            value = word_of("precision", value)
         if theirs == "max_train_steps" and not value:
             continue  # epochs; what they are follows from the data
         values[ours] = (theirs, value)
@@ -175,8 +175,8 @@ def _of_optimizer(
         settings[key.strip()] = value
     betas = get("optimizer_beta1"), get("optimizer_beta2")
     betas = betas if None not in betas else settings.get("betas") or (0.9, 0.999)
-    values = {"optimizer": ("optimizer", word_of(OPTIMIZERS, name))}
-    if name.replace("-", "_") not in OPTIMIZERS:
+    values = {"optimizer": ("optimizer", word_of("optimizer", name))}
+    if translation("optimizer", name.replace("-", "_")) is None:
         return values  # another one is used, whose settings are its own
     values |= {
         "adam_beta1": ("optimizer_beta1", betas[0]),

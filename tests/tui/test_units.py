@@ -54,6 +54,7 @@ def test_size(value: float | None, text: str) -> None:
     ("state", "reason", "text"),
     [
         ("stopped", "stopped at step 5", "stopped at step 5"),
+        ("stopped", "stopped: worse than the median", "stopped: worse than the median"),
         ("running", "", "running"),
         ("failed", "rank 1 vanished", "failed: rank 1 vanished"),
     ],
@@ -302,6 +303,12 @@ def test_a_queued_job_says_when_it_starts(
     assert f"{words}waiting for job 3" in fmt.plain(job_row(view, shape, "1st", expected))
     (row,) = text_of(activity_rows(view, 100, None, expected))
     assert f"{words}queued: waiting for job 3" in row
+
+
+def test_a_later_stage_names_the_job_before_it_once(store: Store) -> None:
+    view = JobView(add_job(store, reason="after job 3, which is running"))
+    shape = columns(Snapshot(t=0, jobs=(view,)), 120)
+    assert fmt.plain(job_row(view, shape, "", Expected(after=3))).count("after job 3") == 1
 
 
 def test_a_job_without_a_step_is_done_when_one_like_it_would_be(store: Store) -> None:

@@ -289,3 +289,16 @@ def test_every_family_is_in_the_table() -> None:
         assert list(sizes) == others, "run `python tests/bench/cards.py`"
         for counts in (row[kind] for row in (row, *sizes.values()) for kind in KINDS):
             assert list(counts) == [str(card) for card in IN_TABLES]
+
+
+@pytest.mark.slow
+def test_the_setups_in_the_docs_are_what_is_predicted(server: Server) -> None:
+    kept = read_json(Path(__file__).resolve().parents[3] / "docs" / "setups.json")
+    assert kept is not None
+    shared = {"model_family": SMALL, "dataset": ".", "resolution": 1024, "mixed_precision": "bf16"}
+    spec = JobSpec.model_validate(shared | {"gradient_checkpointing": True, "lora_rank": 16})
+    predicted = predict(spec, server, strategy="ddp", ranks=4)
+    assert isinstance(predicted, Predicted)
+    again = "delete docs/setups.json, then python docs/setups.py and python docs/make.py"
+    values = kept[f"{SMALL} lora ddp 4 none 1 0"]
+    assert {name: predicted.values[name] for name in values} == values, again

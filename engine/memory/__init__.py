@@ -15,6 +15,7 @@ a comparison of strategies and ranks, which is too slow for interactive use.
 
     prediction.py the results: `Prediction`, `Phase`, `Parts`; JSON in and out, no torch
     walk.py       walks a trace, adding what FSDP2 units hold, gather and reduce at each mark
+    traffic.py    what a rank computes and moves in a step
     predict.py    `predict`: combines a trace with optimizer state and measured overheads
     phases.py     loading, caching, sampling and saving; host memory and disk
 
@@ -23,6 +24,7 @@ a comparison of strategies and ranks, which is too slow for interactive use.
     model.py      the settings that a trace depends on, and the job's model on fake tensors
     inputs.py     shapes of the inputs of the family's `predict`
     live.py       counts the bytes of live storages during a run
+    work.py       counts FLOPs, bytes and kernels during a run
     fakes.py      supplies values that fake tensors lack, and imitates a GPU on the CPU
     timeline.py   memory between marks, where units begin and end
     record.py     records one block's memory use, and replays it

@@ -321,17 +321,19 @@ class Store:
             with self.write() as db:
                 db.executemany("UPDATE jobs SET reason=? WHERE id=? AND state=?", new)
 
-    def hold(self, job_id: int, held: bool) -> Job:
+    def hold(self, job_id: int, held: bool, *, now: bool = False) -> Job:
         """Pass the job over until it is released.
 
-        To release a job that is not held starts it without the jobs that it follows.
+        Released again, it no longer waits for jobs that it follows if one of them will not
+        complete; with `now`, it waits for none of them in any case.
 
         Raises:
             StateError: It does not wait in the queue.
         """
         with self.write() as db:
             job = self._get_queued(db, job_id)
-            mark = HELD if held else HELD_BY_STAGE if job.held and job.follows else NOT_HELD
+            goes = now or (job.stuck and not job.held)
+            mark = HELD if held else HELD_BY_STAGE if job.follows and not goes else NOT_HELD
             update(db, job_id, {"held": mark})
             if mark == NOT_HELD and job.blockers:
                 db.execute("DELETE FROM stages WHERE job=?", (job_id,))
@@ -385,15 +387,17 @@ class Store:
         """
         with self.write() as db:
             leaving = [self._get(db, job_id) for job_id in job_ids]
+            waiting = {row[0] for row in db.execute("SELECT job FROM stages")}
             for job in leaving:
                 if not job.state.ended:
                     raise StateError(f"job {job.id} is {job.state}", "stop it first")
                 db.execute("DELETE FROM jobs WHERE id=?", (job.id,))
                 if job.state is State.COMPLETED:
                     db.execute("DELETE FROM stages WHERE follows=?", (job.id,))
-            db.execute(
-                "UPDATE jobs SET held=? WHERE held=? AND id NOT IN (SELECT job FROM stages)",
-                (NOT_HELD, HELD_BY_STAGE),
+            waiting -= {row[0] for row in db.execute("SELECT job FROM stages")}
+            db.executemany(
+                "UPDATE jobs SET held=? WHERE held=? AND id=?",
+                [(NOT_HELD, HELD_BY_STAGE, job_id) for job_id in waiting],
             )
             return leaving
 

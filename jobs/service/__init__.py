@@ -218,8 +218,8 @@ def _describe_resume(plan: Plan) -> str:
     return how
 
 
-def hold(store: Store, job_id: int, held: bool = True) -> Job:
-    """Keep a queued job waiting, or release it: from its hold, else from the jobs it follows.
+def hold(store: Store, job_id: int, held: bool = True, *, now: bool = False) -> Job:
+    """Keep a queued job waiting, or release it; see `Store.hold`.
 
     Raises:
         StateError: It is not queued.
@@ -228,7 +228,7 @@ def hold(store: Store, job_id: int, held: bool = True) -> Job:
     place = backend(job.backend)
     if holder := place.holds(job):
         raise StateError(f"job {job_id} is in {holder}", place.hold_hint)
-    return _dispatched(store, store.hold(job_id, held))
+    return _dispatched(store, store.hold(job_id, held, now=now))
 
 
 def move(store: Store, job_id: int, *, to: Place | None = None, priority: int | None = None) -> Job:

@@ -128,7 +128,14 @@ IDS: Final = click.argument(
 def _read_id_lists(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """Return the numbers of jobs, given as `3,4` or one by one."""
+    """Return the numbers of jobs, given as `3,4` or one by one.
+
+    Raises:
+        click.BadParameter: A text names no job, as an empty variable of a shell.
+    """
+    for text in values:
+        if not as_list(text):
+            raise click.BadParameter(f'"{text}" names no job')
     return _read_ids(ctx, param, tuple(part.strip() for text in values for part in as_list(text)))
 
 
@@ -138,8 +145,8 @@ AFTER: Final = click.option(
     metavar="ID,ID",
     callback=_read_id_lists,
     shell_complete=_job_ids,
-    help="Start only when these jobs have completed. If one fails, is stopped or is removed, the "
-    "job waits until that one is resumed or this one is released.",
+    help="Start only when these jobs have completed. If one fails, is stopped, lost or removed, "
+    "the job waits until that one is resumed and completes, or this one is released.",
 )
 IDS_TO_STOP: Final = click.argument(
     "job_ids",

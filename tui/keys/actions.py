@@ -93,7 +93,7 @@ _QUEUE: Final[tuple[tuple[str, str, str, str, Needs, str], ...]] = (
         "H",
         "release",
         "queued",
-        "Let the held job start, or the one that waits for others (--after)",
+        "Release the job: from its hold, or from waiting for jobs that failed",
     ),
     ("move_up", "K,shift+k", "K", "move up", "queued", f"Move the queued job up: {_SAME}"),
     ("move_down", "J,shift+j", "J", "move down", "queued", f"Move the queued job down: {_SAME}"),

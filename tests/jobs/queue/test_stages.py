@@ -155,9 +155,28 @@ def test_a_release_ends_the_hold_first(store: Store) -> None:
     job = [add(store), add(store, 1)][1]
     store.hold(job.id, True)
     assert store.get(job.id).held
-    assert store.hold(job.id, False).passed_over, "it is not held any more, and still waits"
+    released = store.hold(job.id, False)
+    assert (released.held, released.passed_over) == (False, True), "it still waits"
+    assert store.hold(job.id, False).passed_over, "job 1 may still complete"
+    bring(store, 1, State.FAILED)
     assert not store.hold(job.id, False).passed_over
     assert store.history(job.id)[-1].reason == "released; no longer waits for job 1"
+
+
+def test_a_job_is_released_at_once_where_that_is_asked(store: Store) -> None:
+    job = [add(store), add(store, 1)][1]
+    store.hold(job.id, True)
+    released = store.hold(job.id, False, now=True)
+    assert (released.held, released.passed_over) == (False, False)
+
+
+def test_who_lost_its_stages_is_freed_by_no_removal_of_others(store: Store) -> None:
+    lost = [add(store), add(store, 1), add(store)][1]
+    with sqlite3.connect(store.path) as db:
+        db.execute("DELETE FROM stages")
+    bring(store, 3, State.COMPLETED)
+    store.remove(3)
+    assert store.get(lost.id).held
 
 
 def test_older_processes_and_a_repair_never_start_it_early(store: Store) -> None:

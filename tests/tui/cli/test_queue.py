@@ -39,6 +39,9 @@ def test_stages_are_queued_shown_and_released(shell: Shell, store: Store, job_fi
     words = ("submit", str(job_file))
     code, _, err = shell(*words, "--after=1")
     assert (code, "no job 1" in err) == (2, True)
+    for nothing in ("", ",", " "):  # as of an empty variable in a shell
+        code, _, err = shell(*words, f"--after={nothing}")
+        assert (code, f'"{nothing}" names no job' in err) == (2, True)
     first = add_job(store, "first")
     second = int(shell.json(*words, "--after", f"#{first.id}")["id"])
     sweep = shell.json(*words, "--sweep=seed=1,2", f"--after={first.id}, {second}")["jobs"]
@@ -46,7 +49,9 @@ def test_stages_are_queued_shown_and_released(shell: Shell, store: Store, job_fi
     rows = {row["id"]: row["waits_for"] for row in shell.json("list")}
     assert rows == {first.id: [], second: [1], ids[1]: [1, 2], ids[2]: [1, 2]}
     assert shell("hold", str(second))[0] == 0
-    assert shell("release", str(second))[1] == "job 2 is queued: after job 1, which is queued\n"
+    for _ in range(2):
+        assert shell("release", str(second))[1] == "job 2 is queued: after job 1, which is queued\n"
+    assert shell("release", str(ids[1]), "--now")[1] == f"job {ids[1]} is queued\n"
     store.change(first.id, State.STOPPED, "")
     code, out, err = shell(*words, f"--after={first.id}")
     assert (code, "job 1, which must complete first, is stopped" in err) == (0, True)

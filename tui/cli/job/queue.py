@@ -41,12 +41,17 @@ def hold(job_ids: tuple[int, ...]) -> int:
 
 @click.command()
 @IDS
-def release(job_ids: tuple[int, ...]) -> int:
-    """Let held jobs start again; one that is not held, without waiting for others (--after)."""
+@click.option("--now", is_flag=True, help="Also if it waits for jobs that may still complete.")
+def release(job_ids: tuple[int, ...], now: bool) -> int:
+    """Let held jobs start again.
+
+    A job that is not held but waits for one that failed, was stopped, lost or removed (--after)
+    no longer waits for any.
+    """
     store = Store()
 
     def act(job_id: int) -> None:
-        job = service.hold(store, job_id, False)
+        job = service.hold(store, job_id, False, now=now)
         waits = f": {why}" if (why := why_after(job)) else ""
         echo(f"job {job_id} is {job.state}{waits}")
 

@@ -220,7 +220,7 @@ WITH_BUDGET: Final = (
 )
 
 # Done by a plain `pytest`; the others are slow.
-CORE: Final = ("one gpu", "fsdp2", "fsdp2 full", "cpu offload", "fsdp2 full on one")
+CORE: Final = ("one gpu", "fsdp2")
 # What is asked of the device in a step is compared with a job that differs in one thing.
 COMPARED: Final = {
     "accumulation": "one gpu",

@@ -81,7 +81,14 @@ print(torch.cuda.current_device())
 """
 
 
-@pytest.mark.parametrize(("rank", "device"), [("0", "0"), ("1", "1"), ("7", "0")])
+@pytest.mark.parametrize(
+    ("rank", "device"),
+    [
+        ("1", "1"),
+        pytest.param("0", "0", marks=pytest.mark.slow),
+        pytest.param("7", "0", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_takes_its_own_gpu_before_libraries_ask_for_one(
     stub_cuda: StubCuda, nvml_stub: StubNvml, rank: str, device: str
 ) -> None:

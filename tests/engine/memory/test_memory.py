@@ -496,14 +496,20 @@ def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
 
 
 # Matrix elements that each token meets in a block, over the width squared: queries, keys, values
-# and outputs of attention take four, the feed-forward network eight.
+# and outputs of attention take four, the feed-forward network eight. Layers are of each kind.
 WIDTHS: Final = {
     # FLUX.1: images and texts meet matrices of their own, of the same shapes.
-    "flux": {"d": 3072, "each": 12, "tokens": 4096 + 512, "of_texts": 0, "texts": 0},
+    "flux": {"d": 3072, "each": 12, "tokens": 4096 + 512, "of_texts": 0, "texts": 0, "layers": 1},
     # PixArt-Sigma: two more for queries and outputs of cross-attention, two more for 300 texts.
-    "pixart_sigma": {"d": 1152, "each": 14, "tokens": 4096, "of_texts": 2, "texts": 300},
+    "pixart_sigma": {
+        "d": 1152,
+        "each": 14,
+        "tokens": 4096,
+        "of_texts": 2,
+        "texts": 300,
+        "layers": 2,
+    },
 }
-LAYERS: Final = 2  # of each kind
 
 
 @pytest.mark.slow
@@ -527,16 +533,16 @@ def test_flops_are_those_of_the_closed_form(
     values = {"model_family": family, "pretrained_model_name_or_path": name, "dataset": "."}
     spec = load_spec(None, values | {"resolution": 1024, "device": "cuda"} | BF16 | changes)
     whole = shape(spec)
-    few = with_layers(whole.config, LAYERS)
-    trace = trace_model(replace(whole, config=few, key=f"{whole.key} {LAYERS}"))
     facts = WIDTHS[family]
+    few = with_layers(whole.config, facts["layers"])
+    trace = trace_model(replace(whole, config=few, key=f"{whole.key} {facts['layers']}"))
     d, tokens, texts = facts["d"], facts["tokens"], facts["texts"]
-    blocks = sum(LAYERS for name in few if name in ("num_layers", "num_single_layers"))
+    blocks = sum(few[name] for name in few if name in ("num_layers", "num_single_layers"))
     of_products = 2 * d**2 * (facts["each"] * tokens + facts["of_texts"] * texts) * blocks
     of_attention = tokens * (tokens + texts) * d * blocks
     forward, backward = (work_of(trace.timeline, name) for name in ("forward", "backward"))
     counted = forward.half + backward.half
-    # What comes before the first matrix of a LoRA needs no gradient, here in one block of four.
+    # What comes before the first matrix of a LoRA needs no gradient, here in one block of two.
     assert counted == pytest.approx(products * of_products, rel=0.03 if products > 2 else 0.08)
     both = forward.attention + backward.attention
     assert both == pytest.approx(attention * of_attention, rel=0.03)
@@ -544,15 +550,15 @@ def test_flops_are_those_of_the_closed_form(
 
 
 @pytest.mark.slow
-def test_a_replayed_block_counts_as_one_that_runs(toy: Path) -> None:
-    for changes in ({}, FULL | BF16 | CHECKPOINTED):
-        place = shape(spec_of(toy, **changes))
-        replayed, run = (trace_model(place, echo=echo) for echo in (True, False))
-        for phase in ("forward", "backward"):
-            first, second = (work_of(trace.timeline, phase) for trace in (replayed, run))
-            assert first.flops == second.flops > 0
-            assert first.bytes == pytest.approx(second.bytes, rel=0.01)
-            assert first.kernels == pytest.approx(second.kernels, rel=0.01)
+@pytest.mark.parametrize("changes", [{}, FULL | BF16 | CHECKPOINTED], ids=["lora", "checkpointed"])
+def test_a_replayed_block_counts_as_one_that_runs(toy: Path, changes: dict[str, Any]) -> None:
+    place = shape(spec_of(toy, **changes))
+    replayed, run = (trace_model(place, echo=echo) for echo in (True, False))
+    for phase in ("forward", "backward"):
+        first, second = (work_of(trace.timeline, phase) for trace in (replayed, run))
+        assert first.flops == second.flops > 0
+        assert first.bytes == pytest.approx(second.bytes, rel=0.01)
+        assert first.kernels == pytest.approx(second.kernels, rel=0.01)
 
 
 def test_torch_counts_the_same_flops() -> None:

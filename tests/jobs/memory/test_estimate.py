@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.backends.slurm.commands import Partition, cards_of
@@ -472,6 +472,7 @@ def test_what_does_not_apply_is_left_out() -> None:
     assert "8-bit AdamW" not in titles
 
 
+@settings(max_examples=20)
 @given(
     batch=st.sampled_from([1, 2, 3, 6, 7]),
     accumulation=st.sampled_from([1, 3]),
@@ -595,6 +596,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_own_cache")
+@settings(max_examples=40)
 @given(
     ranks=st.integers(2, 16),
     size=st.integers(1, 16),

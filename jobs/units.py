@@ -37,3 +37,9 @@ def ranges(numbers: Iterable[int]) -> str:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
         start = end
     return ",".join(parts)
+
+
+def ordinal(number: int) -> str:
+    """Return `1st`, `2nd`, `3rd`, `4th`, `11th`, `21st`."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
+    return f"{number}{ending or 'th'}"

@@ -17,6 +17,7 @@ from jobs.backends import backend
 from jobs.queue.states import ACTIVE, State
 from jobs.service.outlook import Outlook
 from jobs.spec.job_spec import JobSpec
+from jobs.units import ordinal
 from tui.dashboard.sweep_rows import best_of, heading_row, shape_of, sweep_row
 from tui.keys.actions import bindings
 from tui.text.format import Row, Span
@@ -111,12 +112,6 @@ def queue_places(views: Sequence[JobView]) -> Mapping[int, str]:
         if view.job.state is State.QUEUED and not view.job.passed_over and view.job.here
     ]
     return {job: ordinal(place) for place, job in enumerate(waiting, 1)}
-
-
-def ordinal(number: int) -> str:
-    """Return `1st`, `2nd`, `3rd`, `4th`, `11th`, `21st`."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
-    return f"{number}{ending or 'th'}"
 
 
 # -- jobs panel -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from jobs.machine.devices import Gpu, GpuProcess
 from jobs.machine.processes import RUN_ID_VARIABLE, wait_for_by_hand
 from jobs.queue.states import State
 from jobs.service import Progress
+from jobs.units import ordinal
 from tests.support.nvml_stub.stub import gpu as played
 from tests.support.tui import driven_app
 from tests.support.tui.driven_app import shown
@@ -34,7 +35,7 @@ from tests.support.tui.pilot import until
 from tui.dashboard.device_rows import columns as device_columns
 from tui.dashboard.device_rows import device_head, device_rows, devices_title, hint_of, links
 from tui.dashboard.gpus import GpusScreen, gpus_rows, graph
-from tui.dashboard.jobs_panel import job_groups, ordinal, queue_places
+from tui.dashboard.jobs_panel import job_groups, queue_places
 from tui.dashboard.panels import DevicesPanel, redraw_after
 from tui.dashboard.rank_lines import (
     Seat,

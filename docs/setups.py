@@ -54,7 +54,7 @@ class Memory:
     """Predictions that are kept, or else made and then kept.
 
     Args:
-        server: Predicts what is not kept; None to refuse it.
+        server: Predicts what is not kept; None to raise instead.
     """
 
     def __init__(self, server: Server | None = None) -> None:
@@ -64,7 +64,11 @@ class Memory:
             self.kept = json.loads(KEPT.read_text(encoding="utf-8"))
 
     def predict(self, strategy: str, ranks: int, spec: JobSpec) -> Predicted | Refused:
-        """Return a job's prediction."""
+        """Return a job's prediction.
+
+        Raises:
+            KeyError: It is not kept; `python docs/setups.py` makes it.
+        """
         key = " ".join(
             (
                 *(spec.model_family, spec.model_type, strategy, str(ranks)),
@@ -77,7 +81,7 @@ class Memory:
             result = predict(spec, self._server, strategy=strategy, ranks=ranks)
             values = result.values if isinstance(result, Predicted) else {"error": result.error}
             self.kept[key] = {name: values[name] for name in (*_VALUES, "error") if name in values}
-        values = self.kept.get(key, {"error": f"not kept: {key}"})
+        values = self.kept[key]
         if "error" in values:
             return Refused(strategy, ranks, values["error"])
         more = {"schema": 1, "host": {}, "disk": {}, "notes": []}

@@ -88,12 +88,20 @@ _TABLE: Final = (
 CARDS: Final = {card.key: card for card in _TABLE}
 
 # Other chips whose names have one of these besides the words of a card.
-_OTHERS: Final = {"ti", "laptop", "max", "mig", "d"}
+_OTHERS: Final = {"ti", "laptop", "max", "d"}
+# A MIG slice (3g.20gb) or a virtual GPU (A100-20C) has a part of a card's memory and rates.
+_PART: Final = re.compile(r"\d+[gcq]")
 _PREFIX: Final = re.compile(r"^(geforce|tesla|quadro)?(rtx)?(?=[a-z]?\d)")
 
 
+def is_part(name: str) -> bool:
+    """Return whether a driver's name or a Slurm type is that of a part of a GPU."""
+    words = re.split(r"[^a-z0-9]+", name.lower())
+    return "mig" in words or any(map(_PART.fullmatch, words))
+
+
 def card_named(name: str, *, alike: bool = False) -> Card | None:
-    """Return the card of a driver's name or a Slurm type; None if it is not in the table.
+    """Return the card of a driver's name or a Slurm type; None if it is no whole one of the table.
 
     Args:
         name: For example `NVIDIA A100-SXM4-80GB`, `NVIDIA GeForce RTX 4090` or `rtx_4090`.
@@ -101,6 +109,6 @@ def card_named(name: str, *, alike: bool = False) -> Card | None:
     """
     written = re.split(r"[^a-z0-9]+", name.lower())
     words = {*written, *(_PREFIX.sub("", word) for word in written)}
-    if not alike and words & _OTHERS:
+    if is_part(name) or (not alike and words & _OTHERS):
         return None
     return next((card for card in _TABLE if words.issuperset(card.key.split("-"))), None)

@@ -73,11 +73,14 @@ class Place:
 
     def fit(self, predicted: Predicted, factor: float = 1.0) -> Fit:
         """Return the tightest fit. If any GPUs may be used, count the roomiest ones."""
+        rooms = self.taken(predicted.ranks)
+        return worst(fit_of(predicted, r, on_gpus=self.on_gpus, factor=factor) for r in rooms)
+
+    def taken(self, ranks: int) -> Sequence[Room]:
+        """Return the rooms of N ranks: the roomiest, where any GPU may be used."""
         # The scheduler prefers GPUs that are free now over larger ones that others use.
         rooms = sorted(self.rooms, key=lambda room: room.free - room.passing, reverse=True)
-        if self.on_gpus and self.here and not self.chosen:
-            rooms = rooms[: predicted.ranks]
-        return worst(fit_of(predicted, r, on_gpus=self.on_gpus, factor=factor) for r in rooms)
+        return rooms[:ranks] if self.on_gpus and self.here and not self.chosen else rooms
 
 
 class Cards(NamedTuple):
@@ -227,14 +230,11 @@ class Estimate:
         """Return a change to less recomputation that still fits, if there is one."""
         return loosen(self._settled, partial(self._fit, None), enough=_fits)
 
-    @cached_property
-    def _rates(self) -> tuple[Card, Link] | str:
-        """Return the card and its link, or why they are unknown."""
+    def _rates(self, ranks: int) -> tuple[Card, Link] | str:
+        """Return the card of N ranks and its link, or why they are unknown."""
         if not self.place.on_gpus:
             return "the ranks run on the CPU"
-        rooms = self.place.rooms
-        if self.place.here and not self.place.chosen:
-            rooms = rooms[: world_size(self.spec)]
+        rooms = self.place.taken(ranks)
         card = card_of(rooms)
         if isinstance(card, str):
             return card
@@ -243,9 +243,10 @@ class Estimate:
 
     def seconds(self, predicted: Predicted, spec: JobSpec | None = None) -> Seconds | str:
         """Return the seconds of a step, or why they are not computed."""
-        if isinstance(self._rates, str):
-            return self._rates
-        card, link = self._rates
+        rates = self._rates(predicted.ranks)
+        if isinstance(rates, str):
+            return rates
+        card, link = rates
         why = why_unknown(spec or self.spec, predicted, card)
         return why or seconds_of(predicted, card, link, self._factor(card))
 
@@ -256,8 +257,9 @@ class Estimate:
             return own.error
         if isinstance(why := self.seconds(own), str):
             return why
-        assert not isinstance(self._rates, str)
-        card, link = self._rates
+        rates = self._rates(own.ranks)
+        assert not isinstance(rates, str)
+        card, link = rates
         predict = lambda strategy, ranks, spec: self.predict(strategy, ranks, spec)  # noqa: E731
         ranker = Ranker(self.spec, self._settled, predict, self.fit, card, link, self._factor(card))
         return ranker.rank() or "the job cannot be predicted"

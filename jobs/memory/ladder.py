@@ -22,6 +22,7 @@ from jobs.spec.rules.lora_conflicts import modulation_of, trains_text
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, shards, world_size
 from jobs.spec.values.resolutions import all_resolutions, resolutions_of
+from jobs.units import ordinal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ AVERAGE_AWAY: Final = 1.05  # the average crosses PCIe after each step
 FEWER_TOKENS: Final = 0.60  # lower resolution or fewer frames: faster
 
 _RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
-_BITS: Final = {"none": 16, "fp8": 8, "fp8_scaled": 8, "int8": 8, "nf4": 4}
+BITS: Final = {"none": 16, "fp8": 8, "fp8_scaled": 8, "int8": 8, "nf4": 4}
 _INTERVALS: Final = (4, 2)  # recompute every n-th block; the cheapest first
 _SWAPPED: Final = (4, 8, 16, 24, 32, 48)  # blocks in host memory; models have 24 to 60
 # Video lengths: 1 plus a multiple of every family's frame step. The first is the most that a job
@@ -126,8 +127,7 @@ def _swapping(count: int) -> float:
 
 
 def _every(interval: int) -> str:
-    nth = "2nd" if interval == 2 else f"{interval}th"
-    return f"activation checkpointing of every {nth} block"
+    return f"activation checkpointing of every {ordinal(interval)} block"
 
 
 def _encoders(spec: JobSpec) -> Changes | None:
@@ -167,13 +167,13 @@ def _optimizer(spec: RecipeKeys) -> Changes | None:
 
 def fewer_bits(spec: RecipeKeys, precision: str) -> Changes | None:
     """Pack a LoRA's frozen base; None if it is already packed as small or smaller."""
-    fewer = _BITS[spec.base_precision] > _BITS[precision]
+    fewer = BITS[spec.base_precision] > BITS[precision]
     return {"base_precision": precision} if spec.model_type == "lora" and fewer else None
 
 
 def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
     """Also pack the modulation of a packed base; None if it is already packed at least as small."""
-    fewer = _BITS[modulation_of(spec)] > _BITS[precision]
+    fewer = BITS[modulation_of(spec)] > BITS[precision]
     packed = spec.model_type == "lora" and spec.base_precision != "none"
     return {"modulation_precision": precision} if packed and fewer else None
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
 from jobs.memory.fit import Verdict, candidates
-from jobs.memory.ladder import fewer_bits, swapping, with_changes
+from jobs.memory.ladder import BITS, fewer_bits, swapping, with_changes
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import arranged
 from jobs.memory.seconds import Seconds, seconds_of
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
+from jobs.units import ordinal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -29,11 +30,15 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 _WORTH: Final = 0.95  # of the fastest setup's seconds; less is not worth another prediction
-_SHOWN: Final = ("strategy", "dp_replicate_size", "base_precision", "swap_blocks")
-_RECOMPUTED: Final = (
+_CLEARLY: Final = 0.9  # of an exact setup's seconds; what loses something has to take less
+_SHOWN: Final = (
+    "strategy",
+    "dp_replicate_size",
+    "base_precision",
+    "base_matmul",
+    "swap_blocks",
     "gradient_checkpointing",
     "gradient_checkpointing_policy",
-    "gradient_checkpointing_interval",
     "fsdp_activation_checkpointing",
 )
 _LOST: Final = {
@@ -68,6 +73,12 @@ class Setup:
         return self.fit.verdict is Verdict.FITS
 
     @property
+    def recomputed(self) -> float:
+        """Return the share of blocks that backward recomputes."""
+        spec = self.spec
+        return 1 / spec.gradient_checkpointing_interval if checkpoints_activations(spec) else 0.0
+
+    @property
     def title(self) -> str:
         """Name it in a few words, such as `ddp, int8 base, every 2nd block recomputed`."""
         spec = self.spec
@@ -75,9 +86,10 @@ class Setup:
         if spec.model_type == "lora" and spec.base_precision != "none":
             words.append(f"{spec.base_precision} base")
         if checkpoints_activations(spec):
-            every = spec.gradient_checkpointing_interval
-            nth = {1: "every", 2: "every 2nd"}.get(every, f"every {every}th")
-            words.append(f"{nth} block recomputed")
+            interval = spec.gradient_checkpointing_interval
+            every = f"every {ordinal(interval)}" if interval > 1 else "every"
+            how = "" if spec.gradient_checkpointing_policy == "full" else " (selective)"
+            words.append(f"{every} block recomputed{how}")
         else:
             words.append("nothing recomputed")
         if spec.swap_blocks:
@@ -99,8 +111,15 @@ class Ranking:
 
     @property
     def fastest(self) -> Setup | None:
-        """Return the fastest setup that fits; None if none does."""
-        return next((setup for setup in self.setups if setup.fits), None)
+        """Return the fastest setup that fits; None if none does.
+
+        One that loses something has to be clearly faster than all that do not.
+        """
+        first, exact = next((setup for setup in self.setups if setup.fits), None), self.exact
+        if first is None or exact is None:
+            return first
+        clearly = first.seconds.middle < _CLEARLY * exact.seconds.middle
+        return first if clearly or not first.loses else exact
 
     @property
     def exact(self) -> Setup | None:
@@ -137,18 +156,27 @@ class Ranker:
             return None
         self._tried = [own]
         for base in self._bases():
-            for strategy in candidates(self.spec, world_size(self.spec)):
+            changed = self.spec.model_copy(update=base)
+            for strategy in candidates(changed, world_size(changed)):
                 self._try(strategy, base)
         by_title = {setup.title: setup for setup in reversed(self._tried)}  # the job itself wins
         kept = [setup for setup in by_title.values() if setup.fits or setup is own]
         return Ranking(own, sorted(kept, key=lambda setup: setup.seconds.middle))
 
     def _bases(self) -> Iterator[dict[str, Any]]:
-        """Yield precisions of the base, the exactest first, as changes to the job."""
-        yield {}
-        for precision in _LOST:
-            if changes := fewer_bits(self.spec, precision):
-                yield changes
+        """Yield precisions of the base, the exactest first, as changes to the job.
+
+        Each is first without the blocks that the job keeps in host memory.
+        """
+        lora = self.spec.model_type == "lora"
+        bases: list[dict[str, Any]] = [{}]
+        if lora and self.spec.base_precision != "none":
+            bases.insert(0, {"base_precision": "none", "base_matmul": "auto"})
+        bases += filter(None, (fewer_bits(self.spec, precision) for precision in _LOST))
+        for base in bases:
+            if lora and self.spec.swap_blocks:
+                yield base | {"swap_blocks": 0}
+            yield base
 
     def _try(self, strategy: str, base: dict[str, Any]) -> None:
         """Predict a strategy with as much recomputation as it needs."""
@@ -207,20 +235,26 @@ class Ranker:
 
     def _setup(self, spec: JobSpec) -> Setup | None:
         """Predict a job; None if it cannot run, or its work is unknown."""
-        predicted = self.predict(spec.strategy, world_size(spec), spec)
+        try:
+            predicted = self.predict(spec.strategy, world_size(spec), spec)
+        except SpecError:  # such as of published weights that are packed, with base_precision: none
+            return None
         if not isinstance(predicted, Predicted) or predicted.work is None:
             return None
         seconds = seconds_of(predicted, self.card, self.link, self.factor)
-        loses = ""
-        if spec.base_precision != self.spec.base_precision:
-            loses = _LOST.get(spec.base_precision, "")
+        loses = self._loses(spec.base_precision)
         return Setup(spec, self._differences(spec), predicted, self.fit(predicted), seconds, loses)
 
+    def _loses(self, precision: str) -> str:
+        return _LOST.get(precision, "") if precision != self.spec.base_precision else ""
+
     def _differences(self, spec: JobSpec) -> dict[str, Any]:
-        keys = [*_SHOWN, *(_RECOMPUTED if checkpoints_activations(spec) else _RECOMPUTED[:1])]
-        if checkpoints_activations(self.spec) and not checkpoints_activations(spec):
-            keys += [key for key in _RECOMPUTED[3:] if getattr(self.spec, key)]
+        keys = [*_SHOWN]
+        if checkpoints_activations(spec):
+            keys.append("gradient_checkpointing_interval")
         changed = {k: getattr(spec, k) for k in keys if getattr(spec, k) != getattr(self.spec, k)}
+        if changed and self.job.strategy == "auto" and world_size(spec) > 1:
+            changed = {"strategy": spec.strategy} | changed  # `auto` may choose another one then
         if "strategy" in changed and self.job.fsdp_enable is not None:
             changed["fsdp_enable"] = None  # it would decide
         return changed
@@ -230,37 +264,36 @@ class Ranker:
     def _worth(self, strategy: str, base: dict[str, Any], interval: int) -> bool:
         """Whether a setup may be faster than the fastest one that fits and loses no more."""
         precision = base.get("base_precision", self.spec.base_precision)
-        rivals = [
-            setup.seconds.middle
+        loses = bool(self._loses(precision))
+        limits = [
+            (_CLEARLY if loses and not setup.loses else _WORTH) * setup.seconds.middle
             for setup in self._tried
-            if setup.fits and (base or not setup.loses)
+            if setup.fits and (loses or not setup.loses)
         ]
-        if not rivals:
+        if not limits:
             return True
         bounds = [
-            self._bound(setup, strategy, interval)
+            self._bound(setup, strategy, precision, interval)
             for setup in self._tried
             # A base in fewer bits takes longer to unpack, and the same otherwise.
-            if setup.spec.base_precision in (precision, self.spec.base_precision)
-            and not setup.spec.swap_blocks
+            if BITS[setup.spec.base_precision] >= BITS[precision] and not setup.spec.swap_blocks
         ]
-        return max(bounds, default=0.0) < _WORTH * min(rivals)
+        return max(bounds, default=0.0) < min(limits)
 
-    def _bound(self, setup: Setup, strategy: str, interval: int) -> float:
+    def _bound(self, setup: Setup, strategy: str, precision: str, interval: int) -> float:
         """Return what `setup` would take with less recomputation, and without what is gathered
-        unless the strategy is the same.
+        unless strategy and precision are the same.
         """
         work = setup.predicted.work
         assert work is not None
         spec = setup.spec
-        now = 1 / spec.gradient_checkpointing_interval if checkpoints_activations(spec) else 0.0
-        less = now - (1 / interval if interval else 0.0)
+        less = setup.recomputed - (1 / interval if interval else 0.0)
         backward = {
             name: value - (less * work["forward"].get(name, 0) if name not in _MOVED else 0)
             for name, value in work["backward"].items()
         }
         sharded = strategy in SHARDING
-        same = spec.strategy == strategy
+        same = (spec.strategy, spec.base_precision) == (strategy, precision)
         changed = dict(work) | {
             "forward": dict(work["forward"]) | ({} if same else {"linked": 0}),
             "backward": backward | ({} if same and sharded else {"linked": 0}),
@@ -277,6 +310,7 @@ def _recomputing(interval: int) -> dict[str, Any]:
     if not interval:
         return {
             "gradient_checkpointing": False,
+            "gradient_checkpointing_policy": "full",
             "fsdp_activation_checkpointing": False,
             "gradient_checkpointing_interval": 1,
         }

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.memory.cards import Card, card_named
+from jobs.memory.cards import Card, card_named, is_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -115,10 +115,15 @@ def card_of(rooms: Sequence[Room]) -> Card | str:
     cards = []
     for room in rooms:
         card = card_named(room.kind) if room.kind else None
+        if card is None and is_part(room.kind):
+            return f"no rates are known for {room.kind}, which is a part of a GPU"
         if card is None:
-            return f"no rates are known for a {room.kind or f'GPU of {room.name}'}"
+            what = room.kind or f"a GPU of {room.name}"
+            return f"no rates are known for {what}; name one, such as --card 4090"
         cards.append(card)
-    return min(cards, key=lambda card: card.half) if cards else "no GPU is named"
+    if not cards:
+        return "no GPU is named; name one, such as --card 4090"
+    return min(cards, key=lambda card: card.half)
 
 
 def link_of(card: Card, rooms: Sequence[Room], measured: float | None = None) -> Link:

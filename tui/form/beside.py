@@ -22,7 +22,7 @@ from jobs.memory.fit import Fit, Verdict, worst
 from jobs.memory.question import Refused
 from jobs.spec.rules.strategy import world_size
 from tui.form import draft
-from tui.text.estimate_text import band, better, keys_text, pace, span, verdict
+from tui.text.estimate_text import band, better, exactly, keys_text, pace, span, verdict
 from tui.text.format import gib, ranges, size
 
 if TYPE_CHECKING:
@@ -269,11 +269,10 @@ def _faster(asked: Estimate) -> str:
         ToolError: The prediction failed.
     """
     ranking = asked.ranking()
-    choice = None if isinstance(ranking, str) else better(ranking)
-    if choice is None:
+    if isinstance(ranking, str) or (choice := better(ranking)) is None:
         return ""
     setup, _ = choice
-    lost = f"; {setup.loses}" if setup.loses else ""
+    lost = f"; {setup.loses}; {exactly(ranking)}" if setup.loses else ""
     seconds = span(setup.seconds.low, setup.seconds.high)
     return f"{keys_text(setup.changes)}: {seconds} s a step{lost}"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,7 @@ from jobs.machine.gpu import Gpu
 from jobs.memory.calibration import Calibration, read_calibration, record_rate
 from jobs.memory.cards import CARDS, card_named
 from jobs.memory.estimate import Estimate, place_of
-from jobs.memory.fit import CARD_ROOMS, Room, Wires
+from jobs.memory.fit import CARD_ROOMS, Fit, Room, Wires, room_of_type
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Server
 from jobs.memory.ranking import Ranking, Setup
@@ -21,6 +23,7 @@ from jobs.memory.seconds import card_of, link_of, seconds_of, why_unknown
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from tests.support.jobs.fake_memory import GIB, predict
+from tui.form.beside import _faster
 from tui.text.estimate_text import better, ranking_text, seconds_text, span
 
 if TYPE_CHECKING:
@@ -90,6 +93,12 @@ def seconds(of: Predicted, card: str = "h200", **link: Any) -> Any:
         ("nvidia_a100-sxm4-80gb", "a100-80gb"),
         ("rtx_4090", "4090"),
         ("1g.10gb", None),
+        ("a100_3g.20gb", None),
+        ("h100_1g.10gb", None),
+        ("a100_3g", None),
+        ("GRID A100-20C", None),
+        ("GRID T4-8Q", None),
+        ("nvidia_a10g", "a10g"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
         ("Quadro RTX 6000", None),
     ],
@@ -97,6 +106,14 @@ def seconds(of: Predicted, card: str = "h200", **link: Any) -> Any:
 def test_a_card_is_known_by_its_name(name: str, card: str | None) -> None:
     named = card_named(name)
     assert (named.key if named else None) == card
+
+
+@pytest.mark.parametrize(
+    ("name", "gb"), [("a100_3g.20gb", 20), ("a100_3g", None), ("GRID A100-20C", None)]
+)
+def test_a_part_of_a_card_has_not_all_of_its_memory(name: str, gb: int | None) -> None:
+    room = room_of_type(name)
+    assert (room and room.total) == (gb and gb * 10**9)
 
 
 def test_the_rates_of_cards_hang_together() -> None:
@@ -150,6 +167,33 @@ def test_rates_of_another_gpu_or_version_are_unknown() -> None:
     old = Predicted.of(dict(predicted().values) | {"work": {"schema": 0}})
     assert old.work is None
     assert why_unknown(JobSpec(), old, CARDS["4090"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("NVIDIA GeForce GTX 1080", "NVIDIA GeForce GTX 1080; name one, such as --card 4090"),
+        ("a100_3g.20gb", "a100_3g.20gb, which is a part of a GPU"),
+        ("GRID A100-20C", "GRID A100-20C, which is a part of a GPU"),
+        ("", "a GPU of GPU 0; name one, such as --card 4090"),
+    ],
+)
+def test_it_says_whose_rates_are_unknown(kind: str, why: str) -> None:
+    assert card_of([Room("GPU 0", 1, kind=kind)]) == f"no rates are known for {why}"
+    assert seconds_text("the network is not counted").endswith("the network is not counted")
+
+
+def test_seconds_are_those_of_the_gpus_that_the_job_takes() -> None:
+    """On a machine of several models, the roomiest, whatever their order."""
+    names = {"NVIDIA GeForce RTX 3090": 24, "NVIDIA H100 80GB HBM3": 80}
+    gpus = [Gpu(n, f"GPU-{n}", name, gib * GIB) for n, (name, gib) in enumerate(names.items())]
+    spec = JobSpec(pretrained_model_name_or_path="m", dataset="d", num_processes=1)
+    one = Predicted.of(dict(predicted().values) | {"ranks": 1})
+    for present in (gpus, gpus[::-1]):
+        asked = Estimate(spec, place_of(spec, present), Server(), Calibration())
+        assert asked.fit(one).room.kind == "NVIDIA H100 80GB HBM3"
+        assert asked.seconds(one) == seconds(one, "h100")
+        assert asked.seconds(predicted()) == seconds(predicted(), "3090"), "the slower one of two"
 
 
 def test_what_this_machine_measured_replaces_the_table(home: Path) -> None:
@@ -250,14 +294,14 @@ def ranked(card: str, **values: Any) -> tuple[Formula, Ranking]:
     ranks=st.sampled_from([1, 2, 8]),
     checkpoints=st.booleans(),
     base=st.sampled_from(["none", "int8", "nf4"]),
+    swapped=st.sampled_from([0, 8]),
 )
 def test_no_setup_that_fits_is_faster_than_the_first(
-    card: str, ranks: int, checkpoints: bool, base: str
+    card: str, ranks: int, checkpoints: bool, base: str, swapped: int
 ) -> None:
     """Against every setup, each predicted: what the bounds leave out is never much faster."""
-    asked, ranking = ranked(
-        card, gpus=ranks, gradient_checkpointing=checkpoints, base_precision=base
-    )
+    keys = {"gradient_checkpointing": checkpoints, "base_precision": base, "swap_blocks": swapped}
+    asked, ranking = ranked(card, gpus=ranks, **keys)
     questions = asked.asked
     middles = [setup.seconds.middle for setup in ranking.setups]
     assert middles == sorted(middles)
@@ -267,27 +311,36 @@ def test_no_setup_that_fits_is_faster_than_the_first(
     for setup in ranking.setups:
         changed = {**asked.spec.to_dict(), **setup.changes}
         assert load_spec(None, changed), "a job file takes the keys"
-        assert bool(setup.loses) == ("base_precision" in setup.changes)
+        assert bool(setup.loses) == (setup.changes.get("base_precision", "none") != "none")
+        if setup.changes and ranks > 1:
+            assert "strategy" in setup.changes, "`auto` may choose another one"
+    assert best is None or not best.loses or exact is None or _gain(best, exact) > 0.1
     for every in _every(asked, ranks):
-        lossless = every.spec.base_precision == base
+        lossless = every.spec.base_precision in ("none", base)
         if every.fits and best is not None:
-            assert best.seconds.middle <= every.seconds.middle / 0.94, every.title
+            worth = 0.94 if lossless or best.loses else 0.89
+            assert best.seconds.middle <= every.seconds.middle / worth, every.title
         if every.fits and lossless:
             assert exact is not None
             assert exact.seconds.middle <= every.seconds.middle / 0.94, every.title
+
+
+def _gain(setup: Setup, other: Setup) -> float:
+    return 1 - setup.seconds.middle / other.seconds.middle
 
 
 def _every(asked: Formula, ranks: int) -> list[Setup]:
     bits = {"none": 16, "int8": 8, "nf4": 4}
     setups = []
     for strategy in ["single"] if ranks == 1 else ["ddp", "fsdp2"]:
-        for base in (b for b in bits if bits[b] <= bits[asked.spec.base_precision]):
+        for base in (b for b in bits if b == "none" or bits[b] <= bits[asked.spec.base_precision]):
             for interval in (0, 1, 2, 4):
                 spec = asked.spec.model_copy(
                     update={
                         "strategy": strategy,
                         "base_precision": base,
                         "gradient_checkpointing": bool(interval),
+                        "swap_blocks": 0,
                         "gradient_checkpointing_interval": interval or 1,
                     }
                 )
@@ -319,8 +372,115 @@ def test_where_everything_fits_nothing_is_lost() -> None:
     choice = better(ranking)
     assert choice is not None
     setup, why = choice
-    assert setup.changes == {"gradient_checkpointing": False}
+    assert setup.changes == {"strategy": "ddp", "gradient_checkpointing": False}
     assert why == "it recomputes fewer blocks"
+
+
+SELECTIVE: dict[str, Any] = {"gradient_checkpointing_policy": "selective"}
+
+
+def test_a_policy_that_does_not_fit_hides_none_that_does() -> None:
+    """What a selective policy keeps is here as much as all of it."""
+    spec = load_spec(None, {"pretrained_model_name_or_path": "m", "dataset": ".", "gpus": 1})
+    spec = spec.model_copy(update=SELECTIVE | {"gradient_checkpointing": True})
+
+    class Selective(Formula):
+        def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Any:
+            asked = spec or self.spec
+            kept = asked.gradient_checkpointing_policy != "full"
+            changes = {"gradient_checkpointing": False} if kept else {}
+            return super().predict(strategy, ranks, asked.model_copy(update=changes))
+
+    found = Selective(spec, place_of(spec, (), card="a100"), Server(), Calibration())
+    ranking = found.ranking()
+    assert not isinstance(ranking, str)
+    assert not ranking.own.fits
+    assert "(selective)" in ranking.own.title
+    assert ranking.exact is not None
+    assert ranking.exact.changes["gradient_checkpointing_policy"] == "full"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"swap_blocks": 8}, "swap_blocks"),
+        ({"base_precision": "int8"}, "base_precision"),
+        ({"base_precision": "fp8_scaled", "base_matmul": "scaled"}, "base_matmul"),
+        (SELECTIVE, "gradient_checkpointing_policy"),
+    ],
+)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_what_only_saves_memory_is_dropped_where_there_is_enough(
+    changes: dict[str, Any], key: str, gpus: int
+) -> None:
+    asked, ranking = ranked("h200", gpus=gpus, resolution=512, **changes)
+    neutral = JobSpec.model_fields[key].default
+    dropped = [setup for setup in ranking.setups if setup.changes.get(key) == neutral]
+    assert dropped
+    assert dropped[0].title.endswith("nothing recomputed")
+    for setup in ranking.setups:
+        assert load_spec(None, {**asked.spec.to_dict(), **setup.changes})
+
+
+def _setup(changes: dict[str, Any], middle: float, high: int = 1, loses: str = "") -> Setup:
+    spec = JobSpec.model_validate({"model_type": "lora", "strategy": "ddp"} | changes)
+    fit = Fit(1, high, Room("GPU 0", 9))
+    found = replace(seconds(predicted()), low=middle, high=middle)
+    return Setup(spec, changes, predicted(), fit, found, loses)
+
+
+@pytest.mark.parametrize(("share", "taken"), [(0.85, True), (0.95, False)])
+def test_what_loses_something_is_named_only_if_it_is_clearly_faster(
+    share: float, taken: bool
+) -> None:
+    exact, lossy = _setup({}, 1.0), _setup({"base_precision": "int8"}, share, loses="rounded")
+    ranking = Ranking(exact, [lossy, exact])
+    assert ranking.exact is exact
+    assert ranking.fastest is (lossy if taken else exact)
+    assert (better(ranking) is not None) == taken
+    assert ("without that: ddp" in ranking_text(ranking)) == taken
+    assert ("less than 10 %" in ranking_text(ranking)) != taken
+    form: Any = SimpleNamespace(ranking=lambda: ranking)
+    assert ("rounded; without that: ddp" in _faster(form)) == taken
+    assert Ranking(exact, [lossy]).fastest is lossy, "nothing else fits"
+
+
+def test_a_packed_base_is_tried_where_what_is_gathered_takes_longest() -> None:
+    """It halves that: what the whole base takes is no bound for it."""
+    _, ranking = ranked("4090", gpus=2, resolution=512, lora_placement="sharded")
+    assert ranking.own.seconds.dominant == "links"
+    assert ranking.fastest is not None
+    assert ranking.fastest.loses
+
+
+CHECKPOINTED: dict[str, Any] = {"gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("own", "high", "best", "why"),
+    [
+        ({}, 10, CHECKPOINTED, "the job as it is may not fit"),
+        (CHECKPOINTED, 1, {}, "it recomputes fewer blocks"),
+        (CHECKPOINTED, 1, CHECKPOINTED | {"gradient_checkpointing_interval": 3}, "it recomputes"),
+        ({"swap_blocks": 8}, 1, {"swap_blocks": 4}, "it keeps fewer blocks in host memory"),
+        ({"base_precision": "int8"}, 1, {}, "computed to take less time"),
+        (CHECKPOINTED | SELECTIVE, 1, CHECKPOINTED, "computed to take less time"),
+    ],
+)
+def test_the_reason_is_one_that_holds(
+    own: dict[str, Any], high: int, best: dict[str, Any], why: str
+) -> None:
+    before, after = _setup(own, 2.0, high), _setup(best, 1.0)
+    choice = better(Ranking(before, [after, before]))
+    assert choice is not None
+    assert why in choice[1]
+    assert "3th" not in after.title
+
+
+def test_what_compiling_gains_is_said_to_be_left_out() -> None:
+    for compiled in (True, False):
+        own = _setup({"torch_compile": compiled}, 1.0)
+        assert ("torch_compile is not counted" in seconds_text(Ranking(own))) == compiled
 
 
 def test_a_strategy_that_fsdp_enable_would_override_is_set_with_it() -> None:

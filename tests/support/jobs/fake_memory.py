@@ -83,7 +83,8 @@ def work_of(
 ) -> dict[str, Any]:
     """What a step computes and moves, of a model of 4,608 tokens at 1024 pixels."""
     forward = round(2 * PARAMETERS * 4608 * tokens)
-    gathered = PARAMETERS * 2 * (ranks - 1) // ranks if sharded else 0
+    stored = {"none": 16, "nf4": 4}.get(job.get("base_precision", "none"), 8)  # bits of a weight
+    gathered = PARAMETERS * stored // 8 * (ranks - 1) // ranks if sharded else 0
     unpacked = PARAMETERS * {"none": 0, "int8": 7, "nf4": 11}.get(job.get("base_precision"), 7)
     once = {"half": forward, "attention": forward // 4, "kernels": 1000}
     once |= {"bytes": 10**10 + unpacked}

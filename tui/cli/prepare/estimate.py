@@ -63,8 +63,8 @@ def _read_counts(context: click.Context, option: click.Parameter, text: str | No
     "--card",
     type=click.Choice(list(CARD_ROOMS)),
     metavar="4090|a100|h100|…|24|48|…",
-    help="GPU to fit against, or its memory in GB alone, of which no seconds follow (default: this "
-    "machine's GPUs; 80 if it has none).",
+    help="GPU to fit against, or only its memory in GB (then no seconds are computed); by default "
+    "this machine's GPUs, or 80 if it has none.",
 )
 @click.option(
     "--nodes",
@@ -99,11 +99,12 @@ def estimate_job(
     measure: bool,
     as_json: bool,
 ) -> int:
-    """Predict each rank's memory, and the seconds of a step, before anything starts.
+    """Predict memory and seconds of a step.
 
-    Needs no weights, data or GPU: a published model's hub id is enough. The first estimate of a
-    model takes seconds, later ones are fast. If it does not fit, lists what to change, cheapest
-    first. Of a GPU whose rates are known, ranks the setups that fit by the seconds of a step.
+    Nothing starts. It needs no weights, data or GPU: a published model's hub id is enough. The
+    first estimate of a model takes seconds, later ones are fast. If the job does not fit, it lists
+    what to change, cheapest first. For a GPU whose rates are known, it also ranks the setups that
+    fit by the seconds of a step.
 
     Exit status: 0 it fits (or is tight), 4 it does not fit, 2 bad input, 1 the prediction failed.
 

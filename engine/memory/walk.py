@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from engine.memory.tracing.live import rounded
 from engine.memory.tracing.timeline import Mark, Span
-from engine.parallel.block_swap import spread
+from engine.parallel.block_swap import place_in_forward, spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -127,7 +127,7 @@ def cost_of(unit: Unit, layout: Layout) -> Cost:
 def order_of(units: Sequence[Unit], layout: Layout) -> list[str]:
     """Return the FSDP units but the root, ordered as `engine.parallel.sharding` does."""
     gathered = [unit.name for unit in units if unit.name and cost_of(unit, layout).whole]
-    return sorted(gathered, key=_late)
+    return sorted(gathered, key=place_in_forward)
 
 
 def kept_unit(units: Sequence[Unit], layout: Layout, *, reshard: bool) -> str:
@@ -149,16 +149,12 @@ def swapped_of(units: Sequence[Unit], count: int) -> dict[str, int]:
         count: Number of swapped blocks, limited to the number of blocks.
     """
     blocks = [unit for unit in units if unit.name[-1:].isdigit()]
+    blocks.sort(key=lambda unit: place_in_forward(unit.name))
     chosen = [blocks[place] for place in spread(min(count, len(blocks)), len(blocks))]
     return {
         unit.name: sum(rounded(w.numel * w.stored) for w in unit.weights if not w.lora)
-        for unit in sorted(chosen, key=lambda unit: _late(unit.name))
+        for unit in chosen
     }
-
-
-def _late(name: str) -> bool:
-    """Return whether a block comes after the middle one, which only UNets register last."""
-    return name.startswith("up_blocks.")
 
 
 def _copied(shards: list[tuple[Weight, int]], layout: Layout) -> int:

@@ -20,6 +20,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from engine.model.files.weights import PinnedMemory, bytes_of
 from jobs.errors import UserError
+from jobs.machine.residence import residence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,6 +31,27 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import RecipeKeys
 
 _MEMORY: Final = "fsdp-tui-swapped-blocks"
+
+# Modules of UNets in the order of forward. Diffusers registers the middle last, and attentions
+# before the resnets that they follow.
+_STAGES: Final = ("down_blocks", "mid_block", "up_blocks", "conv_norm_out", "conv_out")
+_PAIR: Final = ("resnets", "attentions")
+
+
+def place_in_forward(name: str) -> tuple[int, ...]:
+    """Return the key that sorts the names of a model's modules into the order of forward.
+
+    The sort must be stable, since it moves only UNets' modules: other models register their blocks
+    in that order, except for Lumina 2's four refiners.
+    """
+    stage, *path = name.split(".")
+    if stage not in _STAGES:
+        return ()
+    place = (_STAGES.index(stage), int(path.pop(0)) if path and path[0].isdigit() else 0)
+    part, number = (*path, "", "")[:2]
+    if part in _PAIR:
+        return (*place, 0, int(number or 0), _PAIR.index(part))
+    return (*place, 1) if part else place  # samplers come after all pairs
 
 
 def spread(count: int, blocks: int) -> list[int]:
@@ -61,14 +83,13 @@ def swap_blocks(
     if not spec.swap_blocks or spec.model_type != "lora":
         return None
     blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in family.facts.blocks]
+    blocks.sort(key=lambda block: place_in_forward(block[0]))
     if spec.swap_blocks > len(blocks):
         raise UserError(
             f"swap_blocks: {spec.swap_blocks}, but the model has {len(blocks)} blocks",
             f"set it to {len(blocks)} or less",
         )
     chosen = [blocks[place] for place in spread(spec.swap_blocks, len(blocks))]
-    # UNets register what is in the middle last; all else is registered in the order of forward.
-    chosen.sort(key=lambda block: block[0].startswith("up_blocks."))
     return SwappedBlocks(model, [block for _, block in chosen], len(blocks), world, share=share)
 
 
@@ -100,7 +121,6 @@ class SwappedBlocks:
         self._model, self._device = model, world.device
         self._blocks = [_Block(block) for block in chosen]
         self._stream = torch.cuda.Stream(world.device) if on_gpu else None
-        self._released: torch.cuda.Event | None = None
         weights = [block.weights() for block in self._blocks]
         self.size = sum(bytes_of(tensors) for tensors in weights)
         pages, self.fills = (None, True)
@@ -135,9 +155,15 @@ class SwappedBlocks:
                 partial(self._before_forward, number), with_kwargs=True
             )
             block.module.register_forward_hook(partial(self._after_forward, number))
-        self._model.register_forward_pre_hook(lambda *_: self._fetch(self._blocks[0]))
+        self._model.register_forward_pre_hook(self._before_model)
 
     # -- hooks -----------------------------------------------------------------------------
+
+    def _before_model(self, *_: Any) -> None:
+        for block in self._blocks:
+            if block.stage == _BACKWARD:  # which has failed: within one, only blocks are called
+                block.stage = ""
+        self._fetch(self._blocks[0])
 
     def _before_forward(
         self, number: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -201,17 +227,14 @@ class SwappedBlocks:
         """Start to copy a block to the device, unless it is there."""
         if block.here:
             return
-        block.here = True
         on_stream: AbstractContextManager[Any] = nullcontext()
         if self._stream is not None:
-            # What was released last may still be computed with, and its memory is taken again.
-            if self._released is not None:
-                self._stream.wait_event(self._released)
             on_stream = torch.cuda.stream(self._stream)
         with on_stream:
             block.there.untyped_storage().resize_(block.host.nbytes)
             # `data` has a version of its own: for autograd, the weights have not changed.
             block.there.data.copy_(block.host, non_blocking=True)
+        block.here = True  # not if there was no memory for it
         if self._stream is not None:
             block.copied = self._stream.record_event()
 
@@ -225,7 +248,9 @@ class SwappedBlocks:
     def _release(self, block: _Block) -> None:
         """Free a block's memory on the device, once what computes with it is done."""
         if self._stream is not None:
-            self._released = torch.cuda.current_stream(self._device).record_event()
+            # Its memory belongs to the stream that copies, which takes it again, or unmaps it when
+            # that stream is done (`expandable_segments`).
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         block.there.untyped_storage().resize_(0)
         block.here = False
 
@@ -325,27 +350,29 @@ def _replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
 def _shared_pages(size: int, world: World) -> tuple[mmap.mmap | None, bool]:
     """Return memory that the ranks of this machine share, and whether this rank is to fill it.
 
-    A rank that cannot open the first one's, in another container perhaps, gets None: its own. A
-    collective.
+    A rank that cannot open the first one's, in another container perhaps, gets None: its own. So
+    do all if the first one cannot, which fills it. A collective.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    own = name = None
+    # Elsewhere, the number in a path may be another process's, and the file another one.
+    title = f"{_MEMORY}-{world.token}"
+    own = path = None
     if local == 0:
         with suppress(OSError):
-            own = os.memfd_create(_MEMORY)
+            own = os.memfd_create(title)
             os.ftruncate(own, size)
-            name = f"/proc/{os.getpid()}/fd/{own}"
-    names = world.gather(name)
+            path = f"/proc/{os.getpid()}/fd/{own}"
+    here = residence()
+    # Ranks of a machine need not follow one another.
+    ranks = world.gather((here, local, path))
+    first = next((n for n, (*place, _) in enumerate(ranks) if place == [here, 0]), world.rank)
+    path = ranks[first][-1]
     pages = None
-    try:
-        path = names[world.rank - local]
-        # Elsewhere, the number may be another process's, and the file another one.
-        if path is not None and os.readlink(path).startswith(f"/memfd:{_MEMORY}"):
+    with suppress(OSError, ValueError):
+        if path is not None and os.readlink(path).startswith(f"/memfd:{title}"):
             with open(path, "r+b") as file:
                 pages = mmap.mmap(file.fileno(), size)
-    except (OSError, ValueError):
-        pages = None
-    world.barrier()  # until then, the first one keeps its file open
+    opened = world.gather(pages is not None)  # until then, the first one keeps its file open
     if own is not None:
         os.close(own)
-    return pages, pages is None or local == 0
+    return (pages, world.rank == first) if pages is not None and opened[first] else (None, True)

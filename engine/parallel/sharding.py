@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 )
 
 from engine.model.precision import compute_dtype
+from engine.parallel.block_swap import place_in_forward
 from engine.parallel.wrap_policy import choose_modules, load_policy
 from engine.ranks.mesh import sharding_mesh
 from jobs.errors import UserError
@@ -199,8 +200,7 @@ def _large_modules(bottom_up: Sequence[torch.nn.Module], least: int) -> list[tor
 def _units_in_order(model: torch.nn.Module) -> list[FSDPModule]:
     """Return the units below the root in the order of forward."""
     units = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and n]
-    # That of their registration; only UNets register what is in the middle last.
-    return [unit for name, unit in sorted(units, key=lambda unit: unit[0].startswith("up_blocks."))]
+    return [unit for _, unit in sorted(units, key=lambda unit: place_in_forward(unit[0]))]
 
 
 def _prefetch(units: Sequence[FSDPModule], spec: FsdpKeys) -> None:

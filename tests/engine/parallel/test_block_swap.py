@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from torch.utils.checkpoint import checkpoint
 
 from engine.model.files.weights import materialise
+from engine.model.meta_device import parameters_on_meta
 from engine.parallel import block_swap
-from engine.parallel.block_swap import SwappedBlocks, swap_blocks
+from engine.parallel.block_swap import SwappedBlocks, place_in_forward, swap_blocks
 from engine.ranks.world import World
 from jobs.errors import UserError
+from jobs.machine.residence import Residence
+from jobs.models.model_config import find_target
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.forked import on_ranks
 
@@ -137,19 +143,116 @@ def test_more_blocks_than_there_are_is_one_sentence() -> None:
         built(7)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_ranks_of_a_machine_share_memory_that_one_fills(shared: bool, tmp_path: Path) -> None:
-    """A rank that cannot open it has its own."""
+A, B = Residence(boot="a"), Residence(boot="b")
+SHARING: dict[str, tuple[list[tuple[Residence, int]], str, list[list[bool]]]] = {
+    "one machine": ([(A, 0), (A, 1)], "", [[True, True], [False, True]]),
+    "cyclic": ([(A, 0), (B, 0), (A, 1)], "", [[True, True], [True, True], [False, True]]),
+    "another file": ([(A, 0), (A, 1)], "title", [[True, True], [True, False]]),
+    "the first cannot open it": ([(A, 0), (A, 1)], "first", [[True, False], [True, False]]),
+    "the second cannot open it": ([(A, 0), (A, 1)], "second", [[True, True], [True, False]]),
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+def test_ranks_of_a_machine_share_memory_that_one_fills(case: str, tmp_path: Path) -> None:
+    """Each rank: whether it fills, and whether it reads what the first of its machine wrote."""
+    places, fails, expected = SHARING[case]
 
     def pages(rank: int) -> list[Any]:
-        os.environ["LOCAL_RANK"] = str(rank)
-        world = World(rank, 2, CPU, "ddp", "t")
-        with patch.object(block_swap, "_MEMORY", f"{block_swap._MEMORY}{'' if shared else rank}"):
+        here, local = places[rank]
+        os.environ["LOCAL_RANK"] = str(local)
+        world = World(rank, len(places), CPU, "ddp", "t")
+        title = f"{block_swap._MEMORY}{rank if fails == 'title' else ''}"
+        with (
+            patch.object(block_swap, "residence", lambda: here),
+            patch.object(block_swap, "_MEMORY", title),
+            patch.object(block_swap.mmap, "mmap", mmap.mmap)
+            if fails != ("first", "second")[min(rank, 1)]
+            else patch.object(block_swap.mmap, "mmap", side_effect=OSError),
+        ):
             mine, fills = block_swap._shared_pages(8192, world)
         if mine is not None and fills:
-            mine[:5] = b"bytes"
+            mine[:2] = here.boot.encode() * 2
         world.barrier()
-        return [fills, mine is not None and mine[:5] == b"bytes"]
+        return [fills, mine is not None and mine[:2] == here.boot.encode() * 2]
 
-    answers = on_ranks(pages, 2, tmp_path)
-    assert answers == [[True, True], [False, True] if shared else [True, False]]
+    assert on_ranks(pages, len(places), tmp_path) == expected
+
+
+# -- order and failures --------------------------------------------------------------------
+
+
+UNITS = (
+    "BasicTransformerBlock",
+    "ResnetBlock2D",
+    "Transformer2DModel",
+    "Upsample2D",
+    "Downsample2D",
+)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "stable_diffusion"])
+def test_names_are_sorted_into_the_order_of_forward(family: str) -> None:
+    """Of a UNet as published, on the meta device, with one layer in each attention."""
+    target = find_target(family)
+    config = target.config | {"transformer_layers_per_block": 1}
+    with parameters_on_meta():
+        model = UNet2DConditionModel.from_config(config).to("meta")
+    called: list[str] = []
+    for name, module in model.named_modules():
+        if type(module).__name__ in UNITS or (name and "." not in name):
+            module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    with torch.device("meta"):
+        added = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
+        texts = torch.empty(1, 8, config["cross_attention_dim"])
+        model(torch.empty(1, 4, 8, 8), 1, texts, added_cond_kwargs=added)
+    blocks = [name for name in called if name.partition(".")[0].endswith(("_blocks", "_block"))]
+    registered = [name for name, _ in model.named_modules() if name in blocks]
+    assert sorted(registered, key=place_in_forward) == blocks != registered
+    assert called[-2:] == ["conv_act", "conv_out"]
+
+
+def test_memory_is_given_back_after_the_copies_wait_for_what_computes() -> None:
+    """The allocator may unmap it as soon as the stream that it belongs to is done."""
+    seen: list[int] = []
+    with torch.device("meta"):
+        model = Model(recomputes=False)
+    swap = swap_blocks(model, JobSpec(swap_blocks=1), FAMILY, ALONE)
+    assert swap is not None
+    materialise(model, CPU, hosts=swap.hosts)
+    swap.start()
+    block = swap._blocks[0]
+    swap._fetch(block)
+    size = block.there.untyped_storage().nbytes()
+    stream = SimpleNamespace(
+        wait_stream=lambda _: seen.append(block.there.untyped_storage().nbytes())
+    )
+    with (
+        patch.object(swap, "_stream", stream),
+        patch.object(torch.cuda, "current_stream", lambda _: None),
+    ):
+        swap._release(block)
+    assert seen == [size] != [0]
+    assert block.there.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("fails", ["copy", "backward"])
+def test_a_step_that_fails_leaves_the_next_one_right(fails: str) -> None:
+    expected = trained(built(0))
+    model = built(3)
+    frozen = [model.blocks[number].layer.weight for number in (1, 3, 5)]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    handle = model.blocks[3].scale.register_hook(fail)
+    copies = (
+        patch.object(torch.UntypedStorage, "resize_", fail) if fails == "copy" else nullcontext()
+    )
+    with pytest.raises(RuntimeError, match="out of memory"), copies:
+        model(torch.ones(1, 4)).sum().backward()
+    handle.remove()
+    model.zero_grad()
+    for one, other in zip(trained(model), expected, strict=True):
+        assert torch.equal(one, other)
+    assert not any(weight.untyped_storage().nbytes() for weight in frozen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from dataclasses import replace
 from functools import lru_cache
@@ -60,8 +59,8 @@ class Estimator:
     def __init__(self, overheads: Overheads = OVERHEADS) -> None:
         self._overheads = overheads
         self._traces: OrderedDict[Hashable, Any] = OrderedDict()
-        # Which outputs of blocks get no gradient depends on the model alone. To know it saves a
-        # second run of each trace.
+        # Which outputs of blocks get no gradient depends on the model and on what is trained of it.
+        # To know it saves a second run of each trace.
         self._asked: dict[Hashable, Any] = {}
 
     def estimate(
@@ -115,11 +114,11 @@ class Estimator:
         shape = shape_of(spec, sharded=sharded, training=training)
         if shape is None:
             return None
-        model = (json.dumps(shape.config, sort_keys=True), training)
 
         def make() -> Trace:
-            trace = trace_model(shape, asked=self._asked.get(model))
-            self._asked[model] = trace.asked
+            trace = trace_model(shape, asked=self._asked.get(shape.trains))
+            # Of a block none of whose outputs gets one, another trace would not find it otherwise.
+            self._asked[shape.trains] = {n: some for n, some in trace.asked.items() if any(some)}
             return trace
 
         traced: Trace = self._once(shape.key, make)

@@ -64,8 +64,10 @@ def work_and_traffic(
         for w in unit.weights
         if w.trained and not layout.is_sharded(w)
     )
-    swapped = sum(swapped_of(trace.units, swaps_of(spec, layout)).values())
-    offloaded = sum(cost.host for cost in costs)
+    swapped = [*swapped_of(trace.units, swaps_of(spec, layout)).values()]
+    offloaded = {unit.name: cost.host for unit, cost in zip(trace.units, costs, strict=True)}
+    freed = sum(size for name, size in offloaded.items() if name not in stay)
+    fetched = sum(swapped) + sum(offloaded.values())
     numel = sum(parameter.numel for parameter in trained)
     updated = numel * (_UPDATE + _CLIP * bool(spec.max_grad_norm)) + 2 * state
     if spec.use_ema:
@@ -75,12 +77,13 @@ def work_and_traffic(
         "schema": WORK_SCHEMA,
         "micro_batches": accumulation_steps(spec, ranks),
         "forward": asdict(work_of(trace.timeline, "forward"))
-        | {"linked": round(sum(received.values())), "copied": swapped + offloaded},
+        | {"linked": round(sum(received.values())), "copied": fetched},
         "backward": asdict(work_of(trace.timeline, "backward"))
         | {
             "linked": round(of_backward + replicated * each_time),
-            "copied": swapped
-            + (offloaded if again else 0)
+            "copied": sum(swapped[:-1])  # the last one stays
+            # Resharded over fewer ranks, weights stay on the device.
+            + (freed if again and not layout.smaller else 0)
             + (sum(cost.output for cost in costs) if layout.offload else 0),
         },
         "step": {

@@ -96,6 +96,7 @@ class Shape:
         size: Width and height of an image in pixels.
         frames: Frames of a video.
         training: Whether this is a training step rather than a sample's forward.
+        trains: JSON text of what is trained of which model.
     """
 
     key: str
@@ -105,6 +106,7 @@ class Shape:
     size: tuple[int, int]
     frames: int
     training: bool = True
+    trains: str = ""
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -142,7 +144,9 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         "config": config,
     }
     key = json.dumps(facts, sort_keys=True)
-    return Shape(key, spec, config, sharded, size, frames, training)
+    of_model = {name: facts.get(name) for name in ("config", "model_type", *_OF_LORA)}
+    trains = json.dumps(of_model | {"training": training}, sort_keys=True)
+    return Shape(key, spec, config, sharded, size, frames, training, trains)
 
 
 def _keys(spec: RecipeKeys, *, training: bool) -> set[str]:

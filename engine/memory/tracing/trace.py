@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from engine.memory.tracing.model import Shape
     from engine.memory.tracing.record import Asked
 
+_RERUNS: Final = 8  # a block that gets other gradients may give others to the block before it
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -52,7 +54,7 @@ class Trace:
         timeline: Activations and unsharded gradients, with a mark wherever a unit begins or ends.
         second_denoiser: Whether samples also need another denoiser of the same size.
         compiles: Whether the model names the blocks that `torch_compile` would compile.
-        asked: See `engine.memory.tracing.record.Echo`; the same for all traces of this model.
+        asked: See `engine.memory.tracing.record.Echo`; the same wherever the same is trained of it.
     """
 
     shape: Shape
@@ -77,7 +79,11 @@ class Trace:
 
 
 def trace_model(
-    shape: Shape, *, echo: bool = True, asked: Mapping[str, Asked] | None = None
+    shape: Shape,
+    *,
+    echo: bool = True,
+    asked: Mapping[str, Asked] | None = None,
+    reruns: int = _RERUNS,
 ) -> Trace:
     """Run a training step, or a sample's forward, on fake tensors. Takes seconds.
 
@@ -86,6 +92,7 @@ def trace_model(
         echo: Whether to trace one block of each kind and replay it, rather than run all blocks.
         asked: See `engine.memory.tracing.record.Echo`; what differs from it is detected, by
             another run.
+        reruns: Most of such runs.
 
     Raises:
         UserError: The model cannot be built, or the job's settings do not fit it.
@@ -110,8 +117,8 @@ def trace_model(
         else:
             _sample(built, shape, recorder)
         unused = player.unused | _without_gradient(built.model, blocks, shape)
-    if player.differs:
-        return trace_model(shape, asked=dict(asked or {}) | player.differs)
+    if player.differs and reruns:
+        return trace_model(shape, asked=dict(asked or {}) | player.differs, reruns=reruns - 1)
     units = tuple(_marked(unit, unused) for unit in built.units)
     return Trace(
         shape,

@@ -12,7 +12,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    mm_flop,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -111,12 +116,18 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **
     return int(sdpa_backward_flop_count(grad, query, key, value))
 
 
+def _product(factor: Any, other: Any, *_: Any, **__: Any) -> int:
+    return int(mm_flop(factor, other))
+
+
 _FORMULAS: Final[dict[Any, Callable[..., int]]] = FlopCounterMode(
     display=False,
     custom_mapping={
         # Torch's own formulas know the fused kernels of GPUs only.
         _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
         _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        # They know `_scaled_mm` only, which `functional.scaled_mm` no longer calls.
+        _ATEN._scaled_mm_v2: _product,
     },
 ).flop_registry
 

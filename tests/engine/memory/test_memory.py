@@ -23,6 +23,8 @@ from engine.memory.tracing.model import Shape, shape_of
 from engine.memory.tracing.timeline import Mark, Recorder, work_of
 from engine.memory.tracing.trace import Trace, trace_model
 from engine.memory.tracing.work import Counter
+from engine.memory.walk import Layout, cost_of
+from engine.model.packing import Packing
 from engine.train.optimizer import build_optimizer
 from jobs.errors import UserError
 from jobs.memory.predicted import Predicted
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 FULL: Final = {"model_type": "full"}
 BF16: Final = {"mixed_precision": "bf16"}
 CHECKPOINTED: Final = {"gradient_checkpointing": True}
+SCALED: Final = {"lora_rank": 1, "base_precision": "fp8_scaled", "base_matmul": "scaled"}
 
 
 def values_of(toy: Path, **changes: Any) -> dict[str, Any]:
@@ -299,6 +302,25 @@ def test_what_is_arithmetic_is_not_traced_again(toy: Path, monkeypatch: pytest.M
     assert len(asked) == 1
 
 
+def test_what_a_trace_asked_is_known_where_the_same_is_trained(
+    toy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a block without any gradient, of which another trace would not see that it has one."""
+    known: list[Any] = []
+    answer = traced(shape(spec_of(toy, **FULL)))
+    answer = replace(answer, asked={"last": (False, True), "unused": (False, False)})
+
+    def trace(_: Shape, asked: Any) -> Trace:
+        known.append(asked)
+        return answer
+
+    monkeypatch.setattr(estimator_module, "trace_model", trace)
+    estimator = Estimator()
+    for changes in ({}, {"train_batch_size": 1}, {"lora_target_modules": ["to_q"]}, FULL):
+        estimator.estimate(spec_of(toy, strategy="fsdp2", **changes))
+    assert known == [None, {"last": (False, True)}, None, None]
+
+
 def test_more_than_two_micro_batches_are_like_two(estimator: Estimator, toy: Path) -> None:
     peaks = [
         estimator.estimate(
@@ -325,6 +347,13 @@ def test_offload_moves_shards_and_state_to_the_host(estimator: Estimator, toy: P
     there = estimator.estimate(spec)
     gone = estimator.estimate(spec.model_copy(update={"fsdp_cpu_offload": True}))
     moved = gone.host["offloaded_weights"] + gone.host["offloaded_optimizer"]
+    # In backward, weights that were freed are copied again, and gradients to the host.
+    layout = Layout(2, casts=True, offload=True)
+    costs = {unit.name: cost_of(unit, layout) for unit in traced(shape(spec)).units}
+    assert gone.work["forward"]["copied"] == sum(cost.host for cost in costs.values())
+    gradients = sum(cost.output for cost in costs.values())
+    freed = costs.keys() - {"", "single_transformer_blocks.1"}
+    assert gone.work["backward"]["copied"] - gradients == sum(costs[n].host for n in freed)
     backward, before = gone.phase("backward"), there.phase("backward")
     assert backward is not None
     assert before is not None
@@ -341,6 +370,9 @@ def test_ranks_of_a_machine_share_the_blocks_that_they_swap(
     swapped = swapping.host["swapped_blocks"]
     assert plain.phase("load").peak - swapping.phase("load").peak == swapped > 0  # type: ignore[union-attr]
     assert swapping.host["machine"] == 2 * swapping.host["rank"] - swapped
+    # The last one stays on the device until its backward.
+    copied = [swapping.work[phase]["copied"] for phase in ("forward", "backward")]
+    assert copied[0] == swapped > copied[1] > 0
 
 
 def test_schedule_free_keeps_other_weights_while_samples_are_denoised_and_decoded(
@@ -474,16 +506,9 @@ def test_the_server_answers_each_request_and_survives_bad_ones(
 @pytest.mark.slow
 def test_a_published_model_need_not_be_here(estimator: Estimator) -> None:
     """The config comes with us; two layers of it are enough to see that it is understood."""
-    spec = load_spec(
-        None,
-        {
-            "name": "t",
-            "model_family": "sd3",
-            "dataset": "/tmp",
-            "resolution": 256,
-            "pretrained_model_name_or_path": "stabilityai/stable-diffusion-3.5-medium",
-        },
-    )
+    name = "stabilityai/stable-diffusion-3.5-medium"
+    values = {"model_family": "sd3", "pretrained_model_name_or_path": name, "dataset": "."}
+    spec = load_spec(None, values | {"resolution": 256})
     whole = shape(spec)
     config = whole.config | {"num_layers": 2, "dual_attention_layers": [0]}
     trace = trace_model(replace(whole, config=config))
@@ -520,8 +545,9 @@ WIDTHS: Final = {
         (FULL, 3, 14),  # 6 N T: weights need gradients as well
         ({"lora_rank": 1}, 2, 14),  # frozen weights need none
         (FULL | CHECKPOINTED, 4, 18),  # and forward again
+        (SCALED, 2, 14),  # forward in fp8
     ],
-    ids=["full", "lora", "checkpointed"],
+    ids=["full", "lora", "checkpointed", "scaled"],
 )
 def test_flops_are_those_of_the_closed_form(
     family: str,
@@ -541,7 +567,8 @@ def test_flops_are_those_of_the_closed_form(
     of_products = 2 * d**2 * (facts["each"] * tokens + facts["of_texts"] * texts) * blocks
     of_attention = tokens * (tokens + texts) * d * blocks
     forward, backward = (work_of(trace.timeline, name) for name in ("forward", "backward"))
-    counted = forward.half + backward.half
+    counted = forward.half + backward.half + forward.eight
+    assert bool(forward.eight) == (changes is SCALED)
     # What comes before the first matrix of a LoRA needs no gradient, here in one block of two.
     assert counted == pytest.approx(products * of_products, rel=0.03 if products > 2 else 0.08)
     both = forward.attention + backward.attention
@@ -572,3 +599,8 @@ def test_torch_counts_the_same_flops() -> None:
     assert work.flops == reference.get_total_flops() == 3 * 2 * 400 * 300 * 200
     assert work.kernels > 3
     assert counter.take().kernels == 0
+    packing = Packing("fp8_scaled", scaled=True)
+    packed, scale = packing.pack(torch.empty(1024, 1024))
+    with Live(work=counter):
+        packing.product(torch.empty(1024, 1024, dtype=torch.bfloat16), packed, scale, None, None)
+    assert counter.take().eight == 2 * 1024**3

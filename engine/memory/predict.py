@@ -284,7 +284,7 @@ def predict(
     phases["save"] = Phase("save", replace(base, workspace=gathering + averages))
     if sample is not None:
         walk = _walk(sample, layout, base, spec)
-        walk.micro_batch()
+        walk.sample()
         parts = walk.peaks["sample"]
         if sample.second_denoiser:
             other = _second_denoiser(spec, trace, layout) - swapped

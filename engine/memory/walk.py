@@ -214,10 +214,16 @@ class Walk:
         for number in range(min(2, micro_batches)):
             self.micro_batch(first=number == 0)
 
-    def micro_batch(self, *, first: bool = True) -> None:
+    def sample(self) -> None:
+        """Walk two forwards: what the first keeps for a backward is there in the second."""
+        self.micro_batch()
+        kept = ("", self._kept_unit) if self._kept_unit else ("",)
+        self.micro_batch(gathered={name: self._costs[name].whole for name in kept})
+
+    def micro_batch(self, *, first: bool = True, gathered: Mapping[str, int] | None = None) -> None:
         """Walk one forward and backward. Unless it is the first, gradients accumulate."""
         self._first = first
-        self._gathered: dict[str, int] = {}  # unit → its unsharded weights
+        self._gathered = dict(gathered or {})  # unit → its unsharded weights
         self._pending: dict[str, int] = {}  # unit → its receive buffer
         self._partial: dict[str, int] = {}  # unit → its weights, sharded over fewer ranks
         self._received = 0  # receive buffer of the previous unit
@@ -244,8 +250,6 @@ class Walk:
             self._phase = mark.name
             if self._phase != "backward":
                 self._copy(*list(self.swapped)[:1])
-            if self._phase == "sample" and (kept := self._kept_unit):
-                self._gathered[kept] = self._costs[kept].whole  # by the forward before
         elif mark.kind == "end":
             if mark.name == "backward":
                 self._finish()
@@ -278,8 +282,9 @@ class Walk:
         self._compare_now()
 
     def _enter(self, name: str, cost: Cost) -> None:
-        self._unshard(name, cost)
-        self._received = cost.buffer  # freed when the next unit has been received
+        if name not in self._gathered:
+            self._unshard(name, cost)
+            self._received = cost.buffer  # freed when the next unit has been received
         if self.ahead and name:
             place = self._order.index(name)
             for other in self._order[place + 1 : place + 1 + self.ahead]:

@@ -7,6 +7,7 @@ The first start has nothing of the tests in it; the processes of the others are 
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from jobs.queue.store import Store
 from jobs.run.eventlog import EventLog
 from tests.support.forks import client as forks
 from tests.support.nvml_stub.stub import GIB, StubNvml, gpu, uuid
+from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,6 +60,8 @@ class Machine:
             forked: Whether it and all that it starts is forked (see `tests.support.forks`).
         """
         environment = self.cuda.environment(self.nvml.environment)
+        finite = ROOT / "tests" / "support" / "cuda_stub" / "launched"
+        environment["PYTHONPATH"] = f"{finite}{os.pathsep}{environment['PYTHONPATH']}"
         python, own = self.cuda.python, {}
         if forked:
             # Libraries look for GPUs while they are imported; having asked CUDA, torch is never

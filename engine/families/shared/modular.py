@@ -70,7 +70,7 @@ class BlocksPipeline(ModularPipeline):
 
     def set_progress_bar_config(self, **settings: Any) -> None:
         """Keep settings of progress bars for the blocks that a call runs."""
-        self._bars = settings
+        self.bars = settings
 
     def __call__(
         self,
@@ -108,7 +108,7 @@ class BlocksPipeline(ModularPipeline):
         pipeline.register_components(
             **{name: part for name, part in self.components.items() if name in pipeline.components}
         )
-        pipeline.set_progress_bar_config(**getattr(self, "_bars", {}))
+        pipeline.set_progress_bar_config(**getattr(self, "bars", {}))
         if latents:
             return (pipeline(**arguments, output="latents"),)
         return (pipeline(**arguments, output_type=output_type, output="images"),)

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from engine.model import unpack_kernels
 from engine.model.packing import Packing
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,6 +49,8 @@ def _is_equal(packing: Packing, rows: int, columns: int, dtype: torch.dtype, see
     scale = torch.randn(of_scale, generator=generator) * 10.0 ** -(seed % 4 * 2)
     scale[0, 0] = 1e-40 if dtype is torch.float32 else 1e-6
     codes = packing.code_table(dtype)
+    from engine.model import unpack_kernels  # where Triton is
+
     found = unpack_kernels.unpack(packed, scale, codes, dtype, packing.scheme)
     if dtype is torch.bfloat16:
         # The interpreter cuts bits off where a GPU rounds: so does this.
@@ -75,6 +76,8 @@ def _read(scheme: str, capability: int) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from engine.model import unpack_kernels
 
     nf4 = scheme == "nf4"
     fn = unpack_kernels.unpack_nf4 if nf4 else unpack_kernels.unpack_rows

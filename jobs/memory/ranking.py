@@ -262,7 +262,7 @@ class Ranker:
     # -- bounds ----------------------------------------------------------------------------
 
     def _worth(self, strategy: str, base: dict[str, Any], interval: int) -> bool:
-        """Whether a setup may be faster than the fastest one that fits and loses no more."""
+        """Return whether a setup could beat the fastest one that fits and is at least as exact."""
         precision = base.get("base_precision", self.spec.base_precision)
         loses = bool(self._loses(precision))
         limits = [

@@ -1,4 +1,4 @@
-"""Tables of rules: what becomes of each key of another tool, as rows of a YAML file.
+"""Translate the keys of another tool by the rows of a YAML table.
 
 The parts of a table, all of them optional. Names of keys are separated by spaces:
 

@@ -176,7 +176,7 @@ def prepare(run: RunContext) -> Prepared:
     plan = make_plan(spec, index)
     spec = with_total_steps(spec, plan.draws_per_epoch)
     run = replace(run, spec=spec)
-    run.telemetry.total_steps = steps_of(spec)
+    run.telemetry.total_steps, run.telemetry.steps_per_epoch = steps_of(spec), plan.steps_per_epoch
     captions = [sample_texts(sample, spec) for sample in index.samples]
     views, texts = _drawn(spec, plan, captions, index.samples)
     views += [(len(index.samples) + number, 0) for number in range(len(held))]

@@ -201,6 +201,7 @@ class Telemetry:
         self.phase_name = "start"
         self.step = 0
         self.total_steps: int | None = None  # None until the data is counted
+        self.steps_per_epoch: float | None = None  # likewise
         self.done: int | None = None  # finished items of the phase's shared work
         self.device = "cpu"
         self.device_uuid: str | None = None
@@ -310,6 +311,7 @@ class Telemetry:
             phase=self.phase_name,
             step=self.step,
             total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
             heartbeat=time.time(),
             progressed=self._progressed,
             rss=self._process.memory_info().rss,

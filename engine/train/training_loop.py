@@ -132,7 +132,8 @@ class Trainer:
     def _follow(self, *, last: bool = False) -> None:
         """Do what follows the present step; the export is made when training has ended."""
         spec = self.run.spec
-        for what in Rhythm.of(spec).after(self.training.step, steps_of(spec)):
+        rhythm = Rhythm.of(spec).counted(self.data.plan.steps_per_epoch)
+        for what in rhythm.after(self.training.step, steps_of(spec)):
             if what == "save":
                 self.save(last=last)
             elif what == "validate":

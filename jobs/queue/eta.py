@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
 from jobs.run.eventlog import read_phases
+from jobs.run.rundir import read_json
 from jobs.spec.rules.steps import AFTER, Rhythm
 from jobs.untrusted.files import LARGEST_TEXT, read_regular
 
@@ -91,6 +93,29 @@ class Left:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What rank 0 has counted in a job's data; None until then.
+
+    Attributes:
+        total_steps: Of the job.
+        steps_per_epoch: Rarely a whole number.
+    """
+
+    total_steps: int | None = None
+    steps_per_epoch: float | None = None
+
+    @classmethod
+    def read(cls, run_dir: RunDir) -> Counted:
+        """Read the status of rank 0."""
+        status = read_json(run_dir.rank_file(0)) or {}
+        total, epoch = status.get("total_steps"), status.get("steps_per_epoch")
+        return cls(
+            total if isinstance(total, int) and total > 0 else None,
+            epoch if isinstance(epoch, float | int) and 0 < epoch < inf else None,
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Habits:
     """What a job file says about when a job does what; the same object while it says the same.
@@ -104,6 +129,12 @@ class Habits:
     rhythm: Rhythm
     small: bool
     values: Mapping[str, Any]
+
+    def counted(self, ranks: Counted) -> Habits:
+        """Return the same with epochs in steps, as far as its ranks have counted them."""
+        if not self.rhythm.epochs:
+            return self
+        return replace(self, rhythm=self.rhythm.counted(ranks.steps_per_epoch))
 
     @property
     def epochs(self) -> object:
@@ -170,6 +201,7 @@ def time_left(
     if current is not None and rest is not None and log.phase is not None and log.phase.since:
         # The first of its kind says for the next ones how long they take.
         phases.setdefault(current, max(0.0, now - log.phase.since) + rest)
+    unknown.extend(habits.rhythm.epochs if done < steps else ())
     last = {"save": costs.last_save if costs.last_save is not None else phases.get("save")}
     for what, count in habits.rhythm.count(done, steps).items():
         _add(parts, unknown, what, phases.get(what), count - 1, habits)
@@ -189,7 +221,7 @@ def whole_time(habits: Habits, costs: Costs, steps: int, done: int = 0) -> Left 
     if costs.step is None:
         return None
     parts = {TRAIN: costs.step * max(0, steps - done) + costs.start}
-    unknown: list[str] = []
+    unknown = list(habits.rhythm.epochs)
     for what, count in habits.rhythm.count(done, steps).items():
         count += done == 0 and what in habits.rhythm.after(0, steps)
         seconds = costs.phases.get(what)

@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from jobs.queue.eta import Costs, habits_of, phases_of, time_left
+from jobs.queue.eta import Costs, Counted, habits_of, phases_of, time_left
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
-from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -127,25 +126,22 @@ def progress(job: Job, log: EventLog | None = None, now: float | None = None) ->
     """
     whole = log is not None
     log = log if log is not None else read_end(job.run_dir.events)
-    last, counted = log.last, None if job.total_steps else counted_steps(job)
+    last, ranks = log.last, Counted() if job.total_steps else Counted.read(job.run_dir)
+    counted = ranks.total_steps
     if last is None:
         return Progress(total_steps=counted)
     pace, total = log.seconds_per_step(), job.total_steps or counted
     if total is None or not job.state.active:
         return Progress(last.step, last.loss, pace, None, counted)
     habits, costs = habits_of(job.run_dir), Costs.of(log)
+    if habits is not None and habits.rhythm.epochs:
+        habits = habits.counted(ranks if counted else Counted.read(job.run_dir))
     if not whole and habits is not None and costs.lacks(habits.rhythm):
         costs = Costs.of(log, phases_of(job.run_dir))
     left = time_left(log, habits, costs, total, time.time() if now is None else now)
     if left is None:
         return Progress(last.step, last.loss, pace, None, counted)
     return Progress(last.step, last.loss, pace, left.seconds, counted, left.parts, left.unknown)
-
-
-def counted_steps(job: Job) -> int | None:
-    """Read from rank 0 how many steps the epochs of a job are."""
-    total = (read_json(job.run_dir.rank_file(0)) or {}).get("total_steps")
-    return total if isinstance(total, int) and total > 0 else None
 
 
 def progress_of(store: Store, jobs: Iterable[Job], most: int | None = None) -> dict[int, Progress]:

@@ -114,8 +114,8 @@ class RankStatus:
     while the process lives, `progressed` only when its work progresses. The torch sizes are None on
     CPU ranks, which have `rss` instead. `done` counts this rank's own part of a phase whose work is
     shared. `peaks` has the peak memory of each phase so far: allocated on a GPU, resident on CPU
-    ranks. `gpu` is the GPU's name, `gpu_memory` its total. `total_steps` is set once the data is
-    known.
+    ranks. `gpu` is the GPU's name, `gpu_memory` its total. `total_steps` and `steps_per_epoch`
+    are set once the data is known.
     """
 
     rank: int
@@ -137,6 +137,7 @@ class RankStatus:
     gpu: str | None = None
     gpu_memory: int | None = None
     total_steps: int | None = None
+    steps_per_epoch: float | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -18,8 +18,7 @@ from jobs.backends.local.dispatch import cpu_slots
 from jobs.backends.local.placement import Request, Start, place
 from jobs.hub.wanted import noted
 from jobs.machine.devices import foreign_users
-from jobs.queue.eta import Costs, habits_of, phases_of, whole_time
-from jobs.queue.job_list import counted_steps
+from jobs.queue.eta import Costs, Counted, habits_of, phases_of, whole_time
 from jobs.queue.states import State
 from jobs.run.eventlog import read_end
 from jobs.run.events import Start as Started
@@ -301,8 +300,9 @@ class Forecast:
         if habits is None or others is None:
             return None
         steps = job.total_steps
-        if not steps and habits.epochs == others.epochs:
-            steps = counted_steps(peer) or 0
+        if habits.epochs == others.epochs and (habits.rhythm.epochs or not steps):
+            ranks = Counted.read(peer.run_dir)
+            steps, habits = steps or ranks.total_steps or 0, habits.counted(ranks)
         newest = job.run_dir.latest_checkpoint() if job.attempt else None
         costs = self._costs_of(peer, log) if steps else Costs()
         return whole_time(habits, costs, steps, newest[0] if newest else 0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,13 +12,13 @@ from jobs import service
 from jobs.errors import NotFoundError, UserError
 from jobs.hub.pushes import Push
 from jobs.memory import calibration
+from jobs.queue.eta import Counted, habits_of
 from jobs.queue.job import Clocks
 from jobs.queue.states import State
 from jobs.run.eventlog import RunReport, Timeline
 from jobs.run.failure import read_failure
 from jobs.run.samples import Samples
 from jobs.run.why_failed import diagnose
-from jobs.spec.file.load import load_spec
 from tui.look.snapshot import Curve, JobView, in_step
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Look:
         stages: The phases before its first step.
         push: Progress of its pushes to the hub.
         problem: What could not be read, in one line.
-        saves_every: Steps between the checkpoints of a failed job, if known.
+        saves_every: Steps between the checkpoints of a failed job, if known; epochs are fractions.
     """
 
     t: float
@@ -72,7 +72,7 @@ class Look:
     stages: tuple[Stage, ...] = ()
     push: Push = field(default_factory=Push)
     problem: str = ""
-    saves_every: int | None = None
+    saves_every: Fraction | None = None
 
     @property
     def job(self) -> Job:
@@ -172,12 +172,15 @@ class Looker:
             saves_every=self._saves_every(),
         )
 
-    def _saves_every(self) -> int | None:
-        """Return a failed job's checkpoint interval; reads its job file once."""
-        if self._job.state is State.FAILED and self._last.saves_every is None:
-            with suppress(UserError):
-                return load_spec(self._job.run_dir.job_file).checkpointing_steps
-        return self._last.saves_every
+    def _saves_every(self) -> Fraction | None:
+        """Return the steps between a failed job's checkpoints; reads its job file once."""
+        if self._job.state is not State.FAILED or self._last.saves_every is not None:
+            return self._last.saves_every
+        habits = habits_of(self._job.run_dir)
+        if habits is None:
+            return None
+        rhythm = habits.counted(Counted.read(self._job.run_dir)).rhythm
+        return None if "save" in rhythm.epochs else Fraction(rhythm.every["save"])
 
     def _failure(self) -> Failure | None:
         if self._job.state is not State.FAILED:

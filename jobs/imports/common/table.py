@@ -375,7 +375,7 @@ def _switch(draft: Draft, key: str, value: Any, row: Row) -> bool:
 def _value(row: Row, value: Any) -> Any:
     """Return what our key gets; `{word}` stands for their value in small letters."""
     ours = row.get("value", value)
-    return _filled(ours, "", value) if ours == "{word}" else ours
+    return _filled(ours, "", value) if "{word}" in str(row.get("value")) else ours
 
 
 def _always(draft: Draft, key: str, value: Any, row: Row) -> None:

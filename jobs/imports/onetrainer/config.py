@@ -256,10 +256,12 @@ def every(draft: Draft, key: str, value: Any, *, unit: str, ours: str) -> None:
     word = str(draft.get(unit) or "").strip().upper()
     if word == "STEP":
         draft.take(key, ours, value)
+    elif word == "EPOCH":
+        draft.take(key, ours, f"{value} epochs")
     elif word == "NEVER":
         draft.take(key, ours, 0, "never")
     else:
-        draft.unsupported(key, f"set {ours}, which counts steps")
+        draft.unsupported(key, f"set {ours}, which counts steps or epochs")
 
 
 def destination(draft: Draft, key: str, value: Any) -> None:

@@ -12,6 +12,7 @@ from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_bool, as_choice, as_list, as_none, unquoted
 from jobs.spec.values.value_types import (
     Bool,
+    Interval,
     OptionalBool,
     OptionalText,
     SaveFailure,
@@ -33,14 +34,15 @@ def read_count(value: Any) -> Any:
 class OutputKeys(Keys):
     """A part of `jobs.spec.job_spec.JobSpec`."""
 
-    checkpointing_steps: int = field(
+    checkpointing_steps: Interval = field(
         500,
         OUTPUT,
-        "Steps between checkpoints; 0: only at the end and when the job is stopped, "
+        "Steps between checkpoints, or epochs; 0: only at the end and when the job is stopped, "
         "which always save.",
         resume="same",
         label="save every",
-        ge=0,
+        words=("1 epoch",),
+        public=True,
     )
     checkpoints_total_limit: Annotated[int | None, BeforeValidator(as_none)] = field(
         None, OUTPUT, "Number of newest checkpoints to keep.", resume="same", blank="all", ge=1

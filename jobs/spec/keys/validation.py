@@ -18,7 +18,7 @@ from jobs.spec.rules.no_effect import (
 )
 from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import Bool
+from jobs.spec.values.value_types import Bool, Interval, OptionalInterval
 
 
 class ValidationKeys(Keys):
@@ -35,13 +35,14 @@ class ValidationKeys(Keys):
         blank="a fox in snow | a drawing of a fox",
         label="prompts",
     )
-    validation_steps: int = field(
+    validation_steps: Interval = field(
         0,
         VALIDATION,
-        "Steps between samples; 0: only at the end.",
+        "Steps between samples, or epochs; 0: only at the end.",
         resume="same",
         no_effect=no_validation,
-        ge=0,
+        words=("1 epoch",),
+        public=True,
     )
     validation_on_startup: Bool = field(
         False,
@@ -124,14 +125,16 @@ class ValidationKeys(Keys):
         ge=0,
         le=0.5,
     )
-    validation_loss_steps: Annotated[int | None, BeforeValidator(as_none)] = field(
+    validation_loss_steps: OptionalInterval = field(
         None,
         VALIDATION_LOSS,
-        "Steps between validation losses (default: validation_steps). Always measured at the end.",
+        "Steps between validation losses, or epochs (default: validation_steps). Always measured "
+        "at the end.",
         resume="same",
         blank="as validation steps",
         no_effect=no_validation_fraction,
-        ge=1,
+        words=("1 epoch",),
+        public=True,
     )
     validation_timesteps: int = field(
         4,

@@ -6,7 +6,7 @@ All code gets these numbers from here, since some keys follow from others.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -103,10 +103,13 @@ def length_in_words(spec: TrainingKeys) -> str:
 
 def periodic_saves(spec: JobSpec) -> int | None:
     """Return how many checkpoints a job writes at intervals; None if its length is unknown."""
-    if not spec.checkpointing_steps:
+    every, steps = spec.checkpointing_steps, total_steps(spec)
+    if not every:
         return 1  # the last one
-    steps = total_steps(spec)
-    return None if steps is None else math.ceil(steps / spec.checkpointing_steps)
+    if isinstance(every, int):
+        return None if steps is None else math.ceil(steps / every)
+    epochs = spec.num_train_epochs
+    return None if epochs is None else math.ceil(Fraction(str(epochs)) / _epochs(every))
 
 
 # -- what follows a step -------------------------------------------------------------------------
@@ -119,9 +122,9 @@ AFTER: Final = ("save", "validate", "sample", "export")
 class RhythmKeys(Protocol):
     """The keys that decide what follows a step."""
 
-    checkpointing_steps: int
-    validation_steps: int
-    validation_loss_steps: int | None
+    checkpointing_steps: int | str
+    validation_steps: int | str
+    validation_loss_steps: int | str | None
     validation_on_startup: bool
     validation_fraction: float
     validation_prompts: list[Any]
@@ -134,22 +137,40 @@ class Rhythm:
     Attributes:
         every: Steps between two of a kind; 0: only at the end. What a job never does is missing.
         on_startup: Whether it validates and samples before the first step.
+        epochs: Epochs between two of a kind whose `every` is 0 until the data is counted.
     """
 
-    every: Mapping[str, int]
+    every: Mapping[str, Fraction | int]
     on_startup: bool = False
+    epochs: Mapping[str, Fraction] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: RhythmKeys) -> Rhythm:
-        """Return the rhythm of a job."""
-        every: dict[str, int] = {"save": spec.checkpointing_steps, "export": 0}
+        """Return the rhythm of a job whose data is not counted."""
+        every: dict[str, int | str] = {"save": spec.checkpointing_steps, "export": 0}
         if spec.validation_fraction:
             every["validate"] = spec.validation_loss_steps or spec.validation_steps
         if spec.validation_prompts:
             every["sample"] = spec.validation_steps
+        every = {what: every[what] for what in AFTER if what in every}
         return cls(
-            {what: every[what] for what in AFTER if what in every}, spec.validation_on_startup
+            {what: number if isinstance(number, int) else 0 for what, number in every.items()},
+            spec.validation_on_startup,
+            {what: _epochs(text) for what, text in every.items() if isinstance(text, str)},
         )
+
+    def counted(self, steps_per_epoch: float | None) -> Rhythm:
+        """Return the rhythm in steps, given the optimizer steps per epoch; None: not counted yet.
+
+        The steps of an epoch are a fraction, so that what is due after each follows the step that
+        completes it, however many epochs there are.
+        """
+        if not self.epochs or steps_per_epoch is None:
+            return self
+        # A third as a float is less than a third, and would miss the step that completes an epoch.
+        epoch = Fraction(steps_per_epoch).limit_denominator(_FINEST)
+        every = {what: max(Fraction(1), number * epoch) for what, number in self.epochs.items()}
+        return Rhythm({**self.every, **every}, self.on_startup)
 
     def after(self, step: int, steps: int) -> tuple[str, ...]:
         """Return what follows a step, in order; step 0 is before the first.
@@ -162,7 +183,11 @@ class Rhythm:
             return tuple(self.every)
         if step == 0:
             return tuple(w for w in self.every if w in _BY_LOOKING) if self.on_startup else ()
-        return tuple(what for what, every in self.every.items() if every and step % every == 0)
+        return tuple(
+            what
+            for what, every in self.every.items()
+            if every and step // every > (step - 1) // every
+        )
 
     def count(self, done: int, steps: int) -> dict[str, int]:
         """Return how often each follows the steps after `done`, up to the last one."""
@@ -175,6 +200,12 @@ class Rhythm:
 
 
 _BY_LOOKING: Final = ("validate", "sample")
+
+_FINEST: Final = 1_000_000  # of the parts of a step
+
+
+def _epochs(every: str) -> Fraction:
+    return Fraction(every.split()[0])
 
 
 # -- combinations that cannot run ----------------------------------------------------------------

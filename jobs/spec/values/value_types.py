@@ -176,6 +176,34 @@ def read_reshard(value: Any) -> Any:
     raise refuse(value, _YES_NO, "true, false or a number of shards")
 
 
+def read_interval(value: Any, least: int = 0) -> Any:
+    """Read a number of steps (`500`), or of epochs (`2 epochs`, `0.5 epochs`, `epoch`)."""
+    word = spellings.unquoted(str(value))
+    if match := _EPOCHS.fullmatch(word):
+        number = float(match[1] or 1)
+        if not 0.001 <= number <= _MOST_EPOCHS:
+            raise refuse(value, (), f"between 0.001 and {_MOST_EPOCHS} epochs")
+        return f"{number:.3f}".rstrip("0").rstrip(".") + f" epoch{'s' * (number != 1)}"
+    try:
+        steps = int(value) if isinstance(value, float) and value.is_integer() else int(word)
+    except ValueError:
+        steps = -1
+    if steps < least:
+        raise refuse(value, (), f"a number of steps, {least} or more, or of epochs: 2 epochs")
+    return steps
+
+
+_EPOCHS: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)? *epochs?", re.IGNORECASE)
+_MOST_EPOCHS: Final = 100_000
+Interval = Annotated[Annotated[int, Field(ge=0)] | str, BeforeValidator(read_interval)]
+OptionalInterval = Annotated[
+    Annotated[int, Field(ge=1)] | str | None,
+    BeforeValidator(lambda value: value if value is None else read_interval(value, least=1)),
+    BeforeValidator(spellings.as_none),
+]
+"""How often something is done: steps or epochs between two times, `500` or `2 epochs`."""
+
+
 def read_prefetch(value: Any) -> Any:
     """Read a number of units; yes and no mean 1 and 0, and FSDP v1's words mean 0.
 

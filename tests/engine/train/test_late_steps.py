@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import signal
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,18 +39,12 @@ def _signals() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def train(root: Path, toy: Path, cache: Path) -> list[dict[str, Any]]:
+def train(root: Path, toy: Path, cache: Path, **keys: Any) -> list[dict[str, Any]]:
     """Run a job in this process; its events."""
     files = RunDir(root)
     files.create()
-    spec = toy_spec(
-        toy,
-        cache_dir=str(cache),
-        max_train_steps=5,
-        checkpointing_steps=2,
-        optimizer="adamw",
-        checkpoints_total_limit=9,
-    )
+    usual = {"max_train_steps": 5, "checkpointing_steps": 2, "optimizer": "adamw"}
+    spec = toy_spec(toy, cache_dir=str(cache), checkpoints_total_limit=9, **usual | keys)
     telemetry = Telemetry(files, 0)
     try:
         run_job(spec, files, World(0, 1, CPU, "single", "t"), telemetry)
@@ -77,6 +72,19 @@ def test_every_step_is_reported_once_and_before_a_checkpoint_of_it(
     for saved in (2, 4, 5):
         assert found.index(("step", saved)) < found.index(("checkpoint", saved))
     assert found[-1] == ("end", 5)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_checkpoint_follows_the_step_that_completes_an_epoch(
+    toy: Path, toy_cache: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "epochs"
+    train(root, toy, toy_cache, checkpointing_steps="0.1 epochs", max_train_steps=7)
+    each = json.loads(RunDir(root).rank_file(0).read_text())["steps_per_epoch"] * 0.1
+    assert 1 < each < 3, "and no whole number"
+    due = {math.ceil(number * each) for number in range(1, 7)}
+    saved = [step for step, _ in RunDir(root).complete_checkpoints()]
+    assert saved == sorted({step for step in due if step < 7} | {7})
 
 
 @pytest.mark.usefixtures("late")

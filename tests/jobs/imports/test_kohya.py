@@ -113,7 +113,8 @@ def test_a_lora_of_one_of_wan_s_experts() -> None:
         "fp8_scaled",
     )
     assert (job["resolution"], job["num_frames"], job["bucket_step"]) == (632, 45, 16)
-    assert lost(imported) == {"save_every_n_epochs"}
+    assert job["checkpointing_steps"] == "1 epoch"
+    assert not lost(imported)
 
 
 # -- which model -----------------------------------------------------------------------------
@@ -370,7 +371,9 @@ KEYS: Final[list[tuple[str, str, dict[str, Any] | Kind]]] = [
     (FLUX, "--network_args train_blocks=single", Needless),
     (FLUX, "--network_args loraplus_lr_ratio=4", Lost),
     (FLUX, "--save_every_n_steps 100", {"checkpointing_steps": 100}),
-    (FLUX, "--save_every_n_epochs 1", Lost),
+    (FLUX, "--save_every_n_epochs 1", {"checkpointing_steps": "1 epoch"}),
+    (FLUX, "--save_every_n_steps 9 --save_every_n_epochs 1", Lost),
+    (FLUX, "--validate_every_n_epochs 2", {"validation_loss_steps": "2 epochs"}),
     (FLUX, "--deepspeed", Lost),
     (FLUX, "--clip_skip 2", Needless),
     (FLUX, "--vae a", Lost),

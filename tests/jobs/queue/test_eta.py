@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.queue.eta import AFTER, TRAIN, Costs, Habits, habits_of, time_left, whole_time
+from jobs.queue.eta import AFTER, TRAIN, Costs, Counted, Habits, habits_of, time_left, whole_time
 from jobs.queue.job_list import Progress, progress
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog, read_phases
@@ -229,7 +230,36 @@ RHYTHMS = st.builds(
     Rhythm,
     st.dictionaries(st.sampled_from(AFTER), st.integers(0, 20)),
     st.booleans(),
-)
+    st.dictionaries(st.sampled_from(AFTER), st.fractions(Fraction(1, 1000), 20)),
+).flatmap(lambda rhythm: st.floats(0.01, 100).map(rhythm.counted))
+
+
+@given(draws=st.integers(1, 500), batch=st.integers(1, 64), steps=STEPS, thirds=st.integers(1, 9))
+def test_what_is_due_after_an_epoch_follows_the_step_that_completes_it(
+    draws: int, batch: int, steps: int, thirds: int
+) -> None:
+    epochs = Fraction(thirds, 3)
+    rhythm = Rhythm({"save": 0}, epochs={"save": epochs}).counted(draws / batch)
+    saved = [step for step in range(1, steps) if rhythm.after(step, steps)]
+    drawn = [step * batch // (draws * epochs) for step in range(steps)]
+    assert saved == [step for step in range(1, steps) if drawn[step] > drawn[step - 1]]
+
+
+def test_of_epochs_that_are_not_counted_nothing_is_told(store: Store) -> None:
+    keys = {"num_train_epochs": 4, "checkpointing_steps": "2 epochs", "validation_steps": "epoch"}
+    spec = load_spec(None, FULL | SAMPLES | keys, ignoring=("pretrained_model_name_or_path",))
+    job = add_job(store, state=State.RUNNING, total_steps=0, job_file=dump_spec(spec))
+    habits = habits_of(job.run_dir)
+    assert habits is not None
+    costs = Costs(1.0, dict.fromkeys(AFTER, 5.0), 5.0)
+    unknown = whole_time(habits.counted(Counted.read(job.run_dir)), costs, 50)
+    assert unknown is not None
+    assert set(unknown.unknown) == {"save", "sample"}
+    job.run_dir.rank_file(0).parent.mkdir(parents=True, exist_ok=True)
+    job.run_dir.rank_file(0).write_text('{"total_steps": 50, "steps_per_epoch": 12.5}')
+    told = whole_time(habits.counted(Counted.read(job.run_dir)), costs, 50)
+    assert told is not None
+    assert (told.parts, told.unknown) == ({TRAIN: 50, "save": 10, "sample": 20, "export": 5}, ())
 
 
 @given(rhythm=RHYTHMS, steps=STEPS, done=st.integers(0, 70))

@@ -219,6 +219,8 @@ def test_as_many_checkpoints_are_counted_as_there_will_be() -> None:
     assert periodic_saves(read(max_train_steps=100, checkpointing_steps=30)) == 4
     assert periodic_saves(read(checkpointing_steps=0)) == 1
     assert periodic_saves(read(num_train_epochs=2, checkpointing_steps=30)) is None
+    assert periodic_saves(read(num_train_epochs=2.5, checkpointing_steps="0.5 epochs")) == 5
+    assert periodic_saves(read(max_train_steps=100, checkpointing_steps="1 epoch")) is None
 
 
 def test_what_follows_is_said_where_it_cannot_be_filled_in() -> None:

@@ -13,6 +13,9 @@ from jobs.spec.values.spellings import as_none
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
 _MODULE = _TEXT.map(re.escape)  # a part of a name, or a regular expression
 _SIZE = st.none() | st.integers(16, 4096) | st.from_regex(r"\A(16|768|8192)x(32|511)\Z")
+_EPOCHS = st.integers(1, 999_999).map(
+    lambda parts: f"{parts / 1000:g} epoch{'s' * (parts != 1000)}"
+)
 _PROMPT = st.fixed_dictionaries(
     {"prompt": _TEXT | st.sampled_from(["", "{prompt: a}", "{", '{"prompt": 1}'])},
     optional={
@@ -127,6 +130,8 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "text_encoder_lora_rank": st.just(0),
     "text_encoder_learning_rate": st.none() | st.floats(1e-6, 10),
     "lora_alpha": st.none() | st.floats(1e-6, 1e6),
+    "checkpointing_steps": st.integers(0, 10**6) | _EPOCHS,
+    "validation_steps": st.integers(0, 10**6) | _EPOCHS,
     "checkpoints_total_limit": st.none() | st.integers(1, 99),
     "sweep": st.none() | st.sampled_from(["cats", "cats-2"]),
     "stop_worse_than_median_after": st.none() | st.integers(1, 9999),
@@ -144,7 +149,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "tracker_run_name": st.none() | st.just("a run"),
     "logging_dir": st.sampled_from([None, "/no/such place"]),
     "hub_model_id": st.none() | st.sampled_from(["a/b", "b"]),
-    "validation_loss_steps": st.none() | st.integers(1, 10**6),
+    "validation_loss_steps": st.none() | st.integers(1, 10**6) | _EPOCHS,
 }
 
 

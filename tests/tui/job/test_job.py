@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -247,10 +248,12 @@ async def test_a_job_whose_files_are_gone_is_told(store: Store, job: Job) -> Non
         (12, None, 0, "12 steps are lost: it saves only at the end"),
         (500, 500, 500, ""),
         (0, None, 500, ""),
+        (13, None, Fraction(25, 2), "13 steps are lost: the first save was due at step 13"),
+        (14, 13, Fraction(25, 2), "1 step is lost: the next save was due at step 25"),
     ],
 )
 def test_a_failure_says_what_is_lost_and_why(
-    store: Store, job: Job, done: int, newest: int | None, every: int, words: str
+    store: Store, job: Job, done: int, newest: int | None, every: int | Fraction, words: str
 ) -> None:
     look = Looker(store, job).look()
     view = replace(

@@ -87,6 +87,7 @@ def values_of(name: str) -> str:
     kind = " ".join([" or ".join(dict.fromkeys(kinds)), *_limits(name)])
     if words and not is_switch(name) and name != "model_family":
         if "number" in kinds:
+            kind = " ".join(["number", *_limits(name)])
             return f"{kind}, or {' or '.join(words)}"
         return " · ".join(words) + (" · pkg.mod.name" if name == "fsdp_auto_wrap_policy" else "")
     if "dict[" in annotation:

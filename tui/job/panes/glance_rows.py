@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -219,7 +220,7 @@ def lost_words(look: Look) -> str:
     which = f"{lost} step{'s' * (lost > 1)} {'are' if lost > 1 else 'is'} lost"
     if not every:
         return f"{which}: it saves only at the end" if every == 0 else which
-    due = (done // every + (done % every > 0)) * every  # a checkpoint that was due has failed
+    due = math.ceil(((done - 1) // every + 1) * every)  # a checkpoint that was due has failed
     first = "first" if look.newest is None else "next"
     return f"{which}: the {first} save was due at step {due}"
 

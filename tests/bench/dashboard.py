@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import random
 import re
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _COMMAND: Final = (sys.executable, "-m", "tui")
 _SIZES: Final = ((80, 24), (120, 40), (200, 60))
 _LINE: Final = "2026-01-01 12:00:00 INFO trainer: step {n:>9} loss 0.4321 lr 1.0e-4 grad 0.31\n"
+_VOCABULARY: Final = ("step", "loss", "latents", "encoded", "saved", "rank", "waits", "of", "0.38")
 
 Row = tuple[str, str, str]
 
@@ -111,12 +113,19 @@ class Machine:
             )
             for number, place in enumerate(places, 1)
         ]
-        for job in jobs:
-            write_steps(job, 500)
-            write_log(job, "".join(_LINE.format(n=n) for n in range(500)))
+        for job in jobs:  # no two show the same, or a key that moves between them costs nothing
+            write_steps(job, 480 + 11 * job.id, seed=job.id)
+            words = random.Random(job.id)
+            write_log(job, "".join(_random_line(words) for _ in range(500)))
         if train:
             self.train(*jobs)
         return jobs
+
+
+def _random_line(rng: random.Random) -> str:
+    """Return a line of log that says something else than any other."""
+    text = " ".join(rng.choice(_VOCABULARY) for _ in range(rng.randint(4, 18)))
+    return f"12:{rng.randint(10, 59)}:{rng.randint(10, 59)} {text}\n"
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from textual import on
 from textual.containers import Container, Vertical
@@ -28,6 +29,7 @@ from tui.widgets.size_classes import set_size_classes
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.timer import Timer
 
     from jobs.queue.job import Place
     from jobs.queue.store import Job, Store
@@ -170,6 +172,9 @@ class Exports:
 # -- screen ---------------------------------------------------------------------------------
 
 
+_PASSING: Final = 0.15  # seconds between keys that pass a job; a terminal repeats 10 to 30 a second
+
+
 class DashboardScreen(QueueControl):
     """Devices, jobs, and the selected job's activity, log and loss."""
 
@@ -193,6 +198,8 @@ class DashboardScreen(QueueControl):
         self._log_index = 0
         self._log_job: int | None = None
         self.exports = Exports(self)
+        self._selected_at = float("-inf")  # monotonic
+        self._passing: Timer | None = None  # runs while a held key passes jobs
         self.job_tab = ""  # the tab that was open last on the job screen
 
     def compose(self) -> ComposeResult:
@@ -270,6 +277,11 @@ class DashboardScreen(QueueControl):
         expected = self.snapshot.outlook.jobs.get(view.job.id) if view else None
         self.activity.update_from(view, self.snapshot.t, expected)
         self.key_bar.update_from(view.job if view else None)
+        if self._passing is None:
+            self._show_details(view)
+
+    def _show_details(self, view: JobView | None) -> None:
+        """Show the log and the loss of a job."""
         curve = self.snapshot.curve
         if view is None or (curve is not None and curve.job == view.job.id):
             self.curve.update_from(curve if view else None)
@@ -297,7 +309,18 @@ class DashboardScreen(QueueControl):
 
     @on(JobsPanel.Selected)
     def _job_selected(self, event: JobsPanel.Selected) -> None:
+        # Of jobs that a held key passes, only the rows change: a log can take 4 kB at 200 columns.
+        passing = time.monotonic() - self._selected_at < _PASSING
+        self._selected_at = time.monotonic()
+        if self._passing is not None:
+            self._passing.stop()
+        self._passing = self.set_timer(_PASSING, self._stay) if passing else None
         self.app.select(event.job)
+        self._show_selected()
+
+    def _stay(self) -> None:
+        """Show the details of the job that a held key stopped at."""
+        self._passing = None
         self._show_selected()
 
     @on(JobsPanel.Opened)

@@ -8,7 +8,7 @@ from typing import Final
 from rich.cells import cell_len
 
 _TOKEN: Final = re.compile(
-    r"\x1b\[(?P<place>\d+;\d+)H|\x1b\[(?P<right>\d+)C|\x1b\[(?P<sgr>[\d;]*)m|(?P<newline>\n)"
+    r"\x1b\[(?P<place>\d+;\d+)H|\x1b\[(?P<by>\d*)(?P<to>[BC])|(?P<back>\x08)|\x1b\[(?P<erased>\d+)X|\x1b\[(?P<sgr>[\d;]*)m|(?P<newline>\n)"
     r"|\x1b\[\?(?P<mode>\d+)[hl]|(?P<other>\x1b\[[0-9;?<>=$]*[ -/]*[@-~]"
     r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[P_^][^\x1b]*\x1b\\|\x07|\r)|(?P<text>[^\x00-\x1f])"
 )
@@ -53,8 +53,14 @@ class EmulatedScreen:
             elif found["place"]:
                 y, x = map(int, found["place"].split(";"))
                 self.x, self.y = min(x, self.width) - 1, min(y, self.height) - 1
-            elif found["right"]:
-                self.x = min(self.x + int(found["right"]), self.width - 1)
+            elif found["to"] == "C":
+                self.x = min(self.x + int(found["by"] or 1), self.width - 1)
+            elif found["to"] == "B":
+                self.y = min(self.y + int(found["by"] or 1), self.height - 1)
+            elif found["erased"]:
+                self._erase(int(found["erased"]))
+            elif found["back"]:
+                self.x = max(self.x - 1, 0)
             elif found["sgr"] is not None:
                 self._render(found["sgr"].split(";"))
             elif found["mode"] == "1049":
@@ -62,6 +68,14 @@ class EmulatedScreen:
             elif found["newline"]:
                 self.x, self.y = 0, min(self.y + 1, self.height - 1)
         assert end == len(data), f"not understood: {data[end:]!r}"
+
+    def _erase(self, count: int) -> None:
+        """Blank cells from the cursor on, which stays; they take the background."""
+        start = self.x
+        for x in range(start, min(start + count, self.width)):
+            self.x = x
+            self._put(" ")
+        self.x = start
 
     def _put(self, text: str) -> None:
         width = cell_len(text)

@@ -293,7 +293,9 @@ def test_a_database_that_cannot_be_read_leaves_the_last_picture(
 # -- selecting and reading -----------------------------------------------------------------
 
 
-async def test_keys_and_mouse_select_a_job_and_its_log(store: Store) -> None:
+async def test_keys_and_mouse_select_a_job_and_its_log(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "two", "three"):
         job = add_job(store, name, state=State.COMPLETED)
         write_log(job, f"log of {name}\n")
@@ -306,7 +308,13 @@ async def test_keys_and_mouse_select_a_job_and_its_log(store: Store) -> None:
         await until(pilot, lambda: first_line() == "log of three")
         await pilot.press("j")
         await until(pilot, lambda: first_line() == "log of two")
+        # The log of a job that a held key passes is not shown, that of the one it stops at is.
+        monkeypatch.setattr("tui.dashboard.screen._PASSING", 3600)
         await pilot.press("G")
+        await another_look(app, pilot)
+        assert (panel.selected, first_line()) == (1, "log of two")
+        monkeypatch.setattr("tui.dashboard.screen._PASSING", 0.05)
+        await pilot.press("k", "G")
         await until(pilot, lambda: first_line() == "log of one")
         await pilot.press("k", "up")
         assert panel.selected == 3

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tui.emulated_screen import EmulatedScreen
-from tui.terminal.driver import TerminalCells, change_of_style
+from tui.terminal.driver import TerminalCells, change_of_style, cursor_move
 
-WIDTH, HEIGHT = SIZE = (12, 4)
+WIDTH, HEIGHT = SIZE = (40, 4)
 STYLES = st.sampled_from(
     (
         "",
@@ -24,10 +24,12 @@ STYLES = st.sampled_from(
         "4;1;91",
     )
 )
+LONG_BLANKS = st.integers(10, 16).map(lambda count: " " * count)
+TEXTS = st.lists(st.text("ab ─漢é", max_size=9) | LONG_BLANKS, max_size=2).map("".join)
 PIECES = st.tuples(
     st.integers(0, WIDTH - 1),
     st.integers(0, HEIGHT - 1),
-    st.lists(st.tuples(st.text("ab ─漢é", max_size=9), STYLES), min_size=1, max_size=3),
+    st.lists(st.tuples(TEXTS, STYLES), min_size=1, max_size=3),
 )
 PICTURES = st.lists(PIECES, max_size=5)
 
@@ -46,11 +48,12 @@ def drawn(picture: list[tuple[int, int, list[tuple[str, str]]]]) -> str:
     return "\n".join(lines) + at(0, 0)
 
 
-@given(st.lists(PICTURES, max_size=6), st.integers(0, 6))
+@given(st.lists(PICTURES, max_size=6), st.integers(0, 6), st.booleans())
 def test_the_terminal_shows_the_same_with_less(
-    pictures: list[list[tuple[int, int, list[tuple[str, str]]]]], disturbed: int
+    pictures: list[list[tuple[int, int, list[tuple[str, str]]]]], disturbed: int, erases: bool
 ) -> None:
-    whole, less, cells = EmulatedScreen(SIZE), EmulatedScreen(SIZE), TerminalCells()
+    whole, less = EmulatedScreen(SIZE), EmulatedScreen(SIZE)
+    cells = TerminalCells(erases=erases)
     for number, picture in enumerate(pictures):
         data = drawn(picture)
         if number == disturbed:
@@ -96,6 +99,40 @@ def test_only_the_digit_that_changed_is_sent() -> None:
     cells.shorten(at(0, 1) + run("step 120/500", "38;2;1;2;3;48;2;4;5;6") + at(0, 0), SIZE)
     data = at(0, 1) + run("step 121/500", "38;2;1;2;3;48;2;4;5;6") + at(0, 0)
     assert cells.shorten(data, SIZE) == ("\x1b[38;2;1;2;3;48;2;4;5;6m\x1b[2;8H1\x1b[m\x1b[1;1H")
+
+
+CELLS = st.tuples(st.integers(0, WIDTH - 1), st.integers(0, HEIGHT - 1))
+
+
+@given(st.none() | CELLS, CELLS)
+def test_the_cursor_arrives_in_few_bytes(
+    start: tuple[int, int] | None, to: tuple[int, int]
+) -> None:
+    screen = EmulatedScreen(SIZE)
+    if start is not None:
+        screen.x, screen.y = start
+    move = cursor_move(start, to)
+    screen.feed(move)
+    assert (screen.x, screen.y) == to
+    assert len(move) <= len(at(*to))
+
+
+def test_a_color_of_a_column_is_said_once() -> None:
+    """A box's border takes 7 bytes a line, not a color each time."""
+    border, cells = "38;2;1;2;3", TerminalCells()
+    data = "\n".join(at(2, y) + run("│", border) + run("x", "1") for y in range(HEIGHT)) + at(0, 0)
+    sent = cells.shorten(data, SIZE)
+    assert sent.count(border) == 1
+    assert "│\x1b[B\b│" in sent
+
+
+def test_long_blanks_are_erased_where_that_keeps_the_background() -> None:
+    style = "38;2;1;2;3;48;2;4;5;6"
+    data = at(0, 0) + run(f"a{' ' * 20}b", style) + at(0, 0)
+    assert "a\x1b[20X\x1b[20Cb" in TerminalCells(erases=True).shorten(data, SIZE)
+    assert f"a{' ' * 20}b" in TerminalCells().shorten(data, SIZE)
+    underlined = at(0, 0) + run(" " * 20, "4") + at(0, 0)
+    assert " " * 20 in TerminalCells(erases=True).shorten(underlined, SIZE)
 
 
 def test_a_colour_that_stays_is_not_said_again() -> None:

@@ -129,6 +129,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "13b-0.9.7-distilled": "ltx-video-13b-0.9.7-distilled",
         "13b-0.9.8-distilled": "ltx-video-13b-0.9.8-distilled",
     },
+    "ltx2": {"": "ltx-2", "2-19b": "ltx-2-19b", "2.3-22b": "ltx-2.3-22b"},
     "hunyuanvideo": {"": "hunyuan-video", "t2v": "hunyuan-video"},
     "hunyuanvideo15": {
         "": "hunyuan-video-1.5",
@@ -153,6 +154,7 @@ _IMPLEMENTATIONS: Final = {
     "hidream": "https://github.com/HiDream-ai/HiDream-I1",
     "wan": "https://github.com/Wan-Video/Wan2.1",
     "ltxvideo": "https://github.com/Lightricks/LTX-Video",
+    "ltx2": "https://github.com/Lightricks/LTX-2",
     "hunyuanvideo": "https://github.com/Tencent/HunyuanVideo",
     "hunyuanvideo15": "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5",
 }

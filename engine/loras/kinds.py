@@ -53,11 +53,19 @@ _MARKS: Final = tuple(
         (r"^blocks_\d+_cross_attn_[qkvo](_img)?$", ("wan",)),
         (
             r"^transformer_blocks_\d+_(attn[12]_to_|ff_net)",
-            (*_STREAMS, "hunyuanvideo15", "sd3", "ltxvideo", "pixart_sigma", "sana", "anima"),
+            (
+                *(*_STREAMS, "hunyuanvideo15", "sd3", "ltxvideo", "ltx2"),
+                *("pixart_sigma", "sana", "anima"),
+            ),
         ),
         (
             r"^transformer_blocks_\d+_attn[12]_to_",
-            ("ltxvideo", "pixart_sigma", "sana", "sd3", "anima"),
+            ("ltxvideo", "ltx2", "pixart_sigma", "sana", "sd3", "anima"),
+        ),
+        (
+            r"^transformer_blocks_\d+_(audio_(attn|ff|to_video)|video_to_audio_attn)|"
+            r"^transformer_blocks_\d+_attn[12]_to_gate_logits",
+            ("ltx2",),
         ),
         (
             r"(down|up|mid)_blocks?_.*(attentions|resnets|samplers)_"

@@ -61,6 +61,7 @@ _NATIVE: Final = {
     "hunyuanvideo": (1280, 720, 129),
     "hunyuanvideo15": (1280, 720, 121),
     "ltxvideo": (1216, 704, 121),
+    "ltx2": (768, 512, 121),
     "qwen_image": (1328, 1328, 1),
     "wan": (832, 480, 81),
 }

@@ -25,6 +25,7 @@ from engine.data.encode.tensor_cache import (
 )
 from engine.data.index.views import FITTING, as_seen, fit_whole, reference_view, view_of
 from engine.data.read.images import DECODER
+from engine.families.shared.base import TEXT_PARTS
 from engine.families.shared.clip_family import ClipFamily
 from engine.model import text_encoders
 from engine.model.adapters.text_lora import adapted_encoders, names_of
@@ -218,9 +219,7 @@ class TextKeys:
     """Map a text to its key in the text cache."""
 
     def __init__(self, spec: JobSpec, family: Family, cache: TensorCache, root: Path) -> None:
-        parts = sorted(
-            p for p in root.iterdir() if p.name.startswith(("text_encoder", "tokenizer"))
-        )
+        parts = sorted(p for p in root.iterdir() if p.name.startswith(TEXT_PARTS))
         if sees_images(spec):
             image_parts = ("image_encoder", "image_processor", "processor")
             parts += [root / name for name in image_parts if (root / name).is_dir()]

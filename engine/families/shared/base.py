@@ -32,11 +32,17 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
-# Name prefixes of pipeline components that encode prompts and images encoded with them.
-_TEXT_PARTS: Final = (
-    *("text_encoder", "text_conditioner", "tokenizer", "t5_tokenizer"),
-    *("processor", "image_encoder", "image_processor"),
+TEXT_PARTS: Final = (
+    "text_encoder",
+    "text_conditioner",
+    "connectors",
+    "tokenizer",
+    "t5_tokenizer",
 )
+"""Name prefixes of pipeline components that encode prompts."""
+
+# And of those that encode images with them.
+_ENCODING_PARTS: Final = (*TEXT_PARTS, "processor", "image_encoder", "image_processor")
 
 
 class Family(ABC):
@@ -167,7 +173,7 @@ class Family(ABC):
         absent = {
             name: None
             for name in _parts(root)
-            if not name.startswith(_TEXT_PARTS) and name != "scheduler"
+            if not name.startswith(_ENCODING_PARTS) and name != "scheduler"
         }
         return self.pipeline_class().from_pretrained(root, dtype=dtype, **absent | components)
 
@@ -311,7 +317,7 @@ class Family(ABC):
             vae: The autoencoder.
             components: Existing components, by their names in the pipeline.
         """
-        absent = {name: None for name in _parts(root) if name.startswith(_TEXT_PARTS)}
+        absent = {name: None for name in _parts(root) if name.startswith(_ENCODING_PARTS)}
         given = {self.component: transformer, "vae": vae} | components
         return self.pipeline_class().from_pretrained(root, **absent | given)
 

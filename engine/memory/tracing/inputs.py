@@ -56,6 +56,7 @@ _CELLS: Final = {
     "hunyuanvideo": Cells(8, 4),
     "hunyuanvideo15": Cells(16, 4),
     "ltxvideo": Cells(32, 8),
+    "ltx2": Cells(32, 8),
 }
 _PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` count 2×2 latents
 
@@ -197,6 +198,12 @@ def caption_shapes(
             return text("joint_attention_dim") | mask
         case "sana" | "pixart_sigma" | "ltxvideo":
             return text("caption_channels") | mask
+        case "ltx2":  # for the video, and for the sound
+            widths = ("cross_attention_dim", "audio_cross_attention_dim")
+            if config["use_prompt_embeddings"]:
+                widths = ("caption_channels", "caption_channels")
+            width = sum(config[name] for name in widths)
+            return {"prompt_embeds": ((length, width), dtype)}
         case "wan":
             if not config.get("image_dim"):
                 return text("text_dim")

@@ -13,6 +13,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2Model,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -50,13 +52,32 @@ def build_gemma2(tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int) -> 
         **_common(tokenizer, dim, layers=3), head_dim=HEAD_DIM, query_pre_attn_scalar=HEAD_DIM
     )
     model = Gemma2Model(config)
-    # The model multiplies its embeddings by the square root of their width.
-    fill_random(model, seed, gain=_gain(1.0, layers=3))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.zero_()  # Gemma's norms multiply by 1 + weight.
-    return model.eval()
+    return _fill_gemma(model, layers=3, seed=seed)
+
+
+def build_gemma3(
+    tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int, layers: int = 3
+) -> Gemma3ForConditionalGeneration:
+    """Build Gemma 3 with its image encoder, `dim` wide (LTX-2 reads all of its layers)."""
+    config = Gemma3Config(
+        text_config={
+            "model_type": "gemma3_text",
+            **_common(tokenizer, dim, layers),
+            "head_dim": HEAD_DIM,
+            "query_pre_attn_scalar": HEAD_DIM,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": VISION_DIM,
+            "intermediate_size": 2 * VISION_DIM,
+            "num_hidden_layers": VISION_LAYERS,
+            "num_attention_heads": 2,
+            "image_size": 8 * PATCH,
+            "patch_size": PATCH,
+        },
+        mm_tokens_per_image=16,
+    )
+    return _fill_gemma(Gemma3ForConditionalGeneration(config), layers=layers, seed=seed)
 
 
 def build_qwen3(tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 3) -> Qwen3Model:
@@ -176,6 +197,16 @@ def _common(tokenizer: PreTrainedTokenizerFast, dim: int, layers: int) -> dict[s
 
 def _fill(model: Model, dim: int, layers: int, seed: int) -> Model:
     fill_random(model, seed, gain=_gain(dim**0.5, layers=layers))
+    return model.eval()
+
+
+def _fill_gemma(model: Model, *, layers: int, seed: int) -> Model:
+    # These models multiply their embeddings by the square root of their width.
+    fill_random(model, seed, gain=_gain(1.0, layers=layers))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.zero_()  # Gemma's norms multiply by 1 + weight.
     return model.eval()
 
 

@@ -59,6 +59,7 @@ _NAMES = (
     "anima",
     "wan",
     "ltxvideo",
+    "ltx2",
     "hunyuanvideo",
     "hunyuanvideo15",
 )

@@ -306,6 +306,22 @@ LAYOUTS = {
         ),
         "convert_ltx_transformer_checkpoint_to_diffusers",
     ),
+    # `LTX_2_0_TRANSFORMER_KEYS_RENAME_DICT` of diffusers' script renames none of these; the library
+    # has no converter of its own.
+    "ltx2": Published(
+        "Lightricks--LTX-2",
+        {"num_layers": 1},
+        prefixed(
+            "transformer_blocks.0.",
+            two_attentions(
+                4096,
+                16384,
+                tuple(f"attn{number}.{part}" for number in (1, 2) for part in ATTENTION[:4]),
+                "ff.net.0.proj",
+                "ff.net.2",
+            ),
+        ),
+    ),
 }
 
 # The files that a LoRA is exported to; `tests/engine/families/test_sdxl_kohya.py` and
@@ -329,7 +345,9 @@ FORMATS = {
     **dict.fromkeys(
         ("hunyuanvideo", "hunyuanvideo15", "z_image"), ("diffusers", "kohya", "comfyui")
     ),
-    **dict.fromkeys(("auraflow", "pixart_sigma", "hidream", "ltxvideo"), ("diffusers", "comfyui")),
+    **dict.fromkeys(
+        ("auraflow", "pixart_sigma", "hidream", "ltxvideo", "ltx2"), ("diffusers", "comfyui")
+    ),
     "sana": ("diffusers",),  # ComfyUI has no Sana, and no script of kohya's trains it
 }
 

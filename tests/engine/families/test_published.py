@@ -38,6 +38,7 @@ BLOCKS: Final[dict[str, str]] = {
         "HunyuanVideoIndividualTokenRefinerBlock HunyuanVideoSingleTransformerBlock "
         "HunyuanVideoTransformerBlock"
     ),
+    "LTX2VideoTransformer3DModel": "LTX2VideoTransformerBlock",
     "LTXVideoTransformer3DModel": "LTXVideoTransformerBlock",
     "Lumina2Transformer2DModel": "Lumina2TransformerBlock",
     "PixArtTransformer2DModel": "BasicTransformerBlock",
@@ -64,6 +65,8 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "HiDream-ai/HiDream-I1-Dev": ("HiDreamImageTransformer2DModel", 17_105_733_184),
     "HiDream-ai/HiDream-I1-Fast": ("HiDreamImageTransformer2DModel", 17_105_733_184),
     "HiDream-ai/HiDream-I1-Full": ("HiDreamImageTransformer2DModel", 17_105_733_184),
+    # Of the config in diffusers' conversion script: the 19 B of its file's name.
+    "Lightricks/LTX-2": ("LTX2VideoTransformer3DModel", 18.88e9),
     "Lightricks/LTX-Video": ("LTXVideoTransformer3DModel", 1_923_385_472),
     "Lightricks/LTX-Video-0.9.7-dev": ("LTXVideoTransformer3DModel", 13_042_569_344),
     "Lightricks/LTX-Video-0.9.7-distilled": ("LTXVideoTransformer3DModel", 13_042_569_344),
@@ -96,6 +99,8 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "black-forest-labs/FLUX.2-klein-base-9B": ("Flux2Transformer2DModel", 9_078_581_248),
     # Of the file of anima-base, 4.18 GB, less 0.135 B that are the text conditioner's.
     "circlestone-labs/Anima-Base-v1.0-Diffusers": ("CosmosTransformer3DModel", 1.956e9),
+    # The same; with the connectors' 3.17 B, the 22 B of its file's name.
+    "diffusers/LTX-2.3-Diffusers": ("LTX2VideoTransformer3DModel", 18.99e9),
     "fal/AuraFlow-v0.2": ("AuraFlowTransformer2DModel", 6.843e9),
     "fal/AuraFlow-v0.3": ("AuraFlowTransformer2DModel", 6.858e9),
     "hunyuanvideo-community/HunyuanVideo": ("HunyuanVideoTransformer3DModel", 12_821_012_544),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -46,6 +47,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
     "flux": ("kontext",),
     "flux2": ("klein-base-4b", "klein-4b"),
     "ltxvideo": ("13b-0.9.7-dev",),
+    "ltx2": ("2.3-22b",),
     "sd3": ("3-medium",),
     "wan": ("2.2-ti2v-5b", "2.2-t2v-a14b-low"),
     "sana": ("1.6b",),
@@ -339,11 +341,36 @@ class quiet:
         diffusers_logging.enable_progress_bar()
 
 
+class Original:
+    """A function in the place of another one; where it is copied, the other one is.
+
+    LTX-2's pipeline copies its scheduler for the sound.
+    """
+
+    def __init__(self, replacement: Callable[..., Any], own: Callable[..., Any]) -> None:
+        self._replacement, self._own = replacement, own
+
+    def __call__(self, *words: Any, **names: Any) -> Any:
+        return self._replacement(*words, **names)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return deepcopy(self._own, memo)
+
+
+def without_sound(transformer: Any) -> Any:
+    """Keep what LTX-2's transformer says of a video from the sound, as in training."""
+    return transformer.register_forward_pre_hook(
+        lambda _, args, names: (args, names | {"isolate_modalities": True}), with_kwargs=True
+    )
+
+
 class Spied:
     """The noisy latents that a pipeline's denoiser sees, and the prediction its scheduler gets."""
 
     def __init__(self, case: Case, request: SampleRequest) -> None:
         self.pipeline = case.stock()
+        if case.facts.name == "ltx2":
+            without_sound(self.pipeline.transformer)
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         scheduler, fed = self.pipeline.scheduler, []
         step, scale = (
@@ -373,7 +400,7 @@ class Spied:
             fed.append(result[:1])
             return result
 
-        scheduler.step = spy
+        scheduler.step = Original(spy, step)
         if scale is not None:
             scheduler.scale_model_input = scaled
         case.run(self.pipeline, request, output_type="latent")

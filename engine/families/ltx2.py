@@ -1,0 +1,201 @@
+"""LTX-2: one transformer for videos and their sound, trained on videos without sound.
+
+Lightricks' trainer passes no tokens of sound where a job has none (`audio: null` of its `flexible`
+strategy, `with_audio: false` of `text_to_video`): the video's tokens attend to none, and no weight
+of the sound's half is trained. diffusion-pipe does the same. Here the sound is one token that the
+video's do not attend to (`isolate_modalities`), which is equal for them. Samples are made together
+with their sound, as by the stock pipeline.
+
+Between the text encoder and the transformer are two connectors, one for each half. They replace
+padding by learned registers, so texts have no masks; they stay as published, as in Lightricks'
+trainer, and their output is what the cache keeps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers import LTX2Pipeline
+
+from engine.families.shared.base import Family
+from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
+from engine.families.shared.ltx2_pipeline import (
+    Connected,
+    ConnectedPipeline,
+    SoundScale,
+    text_widths,
+)
+from jobs.errors import UserError
+from jobs.run.rundir import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from PIL import Image
+
+    from jobs.spec.keys.prompts import SampleRequest
+
+# What the pipeline does besides guidance by the negative prompt, turned off.
+_UNGUIDED = {
+    "audio_guidance_scale": 1.0,
+    **dict.fromkeys(("modality_scale", "audio_modality_scale"), 1.0),
+    **dict.fromkeys(("stg_scale", "audio_stg_scale"), 0.0),
+    **dict.fromkeys(("guidance_rescale", "audio_guidance_rescale"), 0.0),
+}
+
+
+class LTX2(Family):
+    """LTX-2 and LTX-2.3: text to video."""
+
+    # Those of Lightricks' configs for videos without sound (`v2v_ic_lora.yaml`).
+    LORA_TARGETS = (
+        r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
+    )
+    COMFYUI = ComfyUI(as_in_diffusers)
+
+    def __init__(
+        self,
+        name: str,
+        flavour: str | None = None,
+        root: Path | None = None,
+        fps: float | None = None,
+    ) -> None:
+        super().__init__(name, flavour, root, fps)
+        config = (root and read_json(root / "transformer" / "config.json")) or {}
+        self._perturbed: bool = config.get("perturbed_attn", False)
+        sound = (root and read_json(root / "audio_vae" / "config.json")) or {}
+        self._sound: Mapping[str, Any] = sound
+
+    # -- text ------------------------------------------------------------------------------
+
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """With the connectors, and without what is for rewriting prompts."""
+        unused = dict.fromkeys(("processor", "prompt_enhancer"))
+        return super().load_text_pipeline(root, dtype, **unused | components)
+
+    def encode(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """`prompt_embeds (max_sequence_length, V + A)`: the text for the video, and for the sound.
+
+        Raises:
+            UserError: The length is not a multiple of the registers that replace padding.
+        """
+        connectors = pipeline.connectors
+        registers = connectors.config.video_connector_num_learnable_registers
+        if max_sequence_length % registers:
+            raise UserError(
+                f"max_sequence_length {max_sequence_length} is not a multiple of the model's "
+                f"{registers} text registers",
+                "set max_sequence_length: 1024",
+            )
+        states, mask, *_ = pipeline.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+        )
+        side = pipeline.tokenizer.padding_side
+        video, sound, _ = connectors(states.to(connectors.dtype), mask, padding_side=side)
+        return {"prompt_embeds": torch.cat([video[0], sound[0]], dim=-1)}
+
+    # -- latents ---------------------------------------------------------------------------
+
+    def normalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        return LTX2Pipeline._normalize_latents(
+            latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+        )
+
+    def denormalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        return LTX2Pipeline._denormalize_latents(
+            latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor
+        )
+
+    # -- training --------------------------------------------------------------------------
+
+    def predict(
+        self,
+        transformer: Any,
+        noisy: torch.Tensor,
+        level: torch.Tensor,
+        condition: dict[str, torch.Tensor],
+        guidance: float,
+    ) -> torch.Tensor:
+        config = transformer.config
+        size = dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True))
+        patches = config.patch_size, config.patch_size_t
+        text, of_sound = condition["prompt_embeds"].split(text_widths(config), dim=-1)
+        velocity = transformer(
+            hidden_states=LTX2Pipeline._pack_latents(noisy, *patches),
+            audio_hidden_states=noisy.new_zeros(len(noisy), 1, config.audio_in_channels),
+            encoder_hidden_states=text,
+            audio_encoder_hidden_states=of_sound[:, :1],
+            timestep=level * 1000,
+            sigma=level * 1000,
+            fps=self.fps,
+            audio_num_frames=1,
+            isolate_modalities=True,
+            return_dict=False,
+            **size,
+        )[0]
+        return LTX2Pipeline._unpack_latents(velocity, *size.values(), *patches)
+
+    def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
+        return height * width * frames
+
+    # -- sampling --------------------------------------------------------------------------
+
+    def sampling_pipeline(
+        self, root: Path, transformer: Any, vae: Any, /, **components: Any
+    ) -> Any:
+        """One that takes the connectors' output, and makes no waveform of the sound's latents."""
+        unused = dict.fromkeys(("connectors", "audio_vae", "vocoder", "prompt_enhancer"))
+        stock = super().sampling_pipeline(root, transformer, vae, **unused | components)
+        parts = {"connectors": Connected(transformer.config), "audio_vae": SoundScale(self._sound)}
+        return ConnectedPipeline(**stock.components | parts)
+
+    def sample_arguments(
+        self,
+        request: SampleRequest,
+        condition: dict[str, torch.Tensor],
+        negative: dict[str, torch.Tensor] | None,
+    ) -> dict[str, Any]:
+        """Add the frame rate, and what the pipeline is to do besides guidance.
+
+        Its own defaults are Lightricks': a forward in which video and sound ignore each other, and
+        one without a block's self-attention, which only LTX-2.3's config has diffusers skip.
+        """
+        arguments = super().sample_arguments(request, condition, negative)
+        arguments["frame_rate"] = self.fps
+        if negative is None:
+            return arguments | _UNGUIDED
+        if not self._perturbed:
+            arguments |= {"stg_scale": 0.0, "audio_stg_scale": 0.0}
+        return arguments
+
+    def forwards_per_step(self, request: SampleRequest) -> int:
+        """Both prompts are one batch; the other forwards are those of `sample_arguments`."""
+        return 2 + self._perturbed if request.guided else 1
+
+    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+        """From the scheduler packed; from the pipeline as its autoencoder takes them."""
+        if latents.dim() == 5:
+            return self.normalise(pipeline.vae, latents)
+        step = self.facts.latent_step
+        return LTX2Pipeline._unpack_latents(
+            latents,
+            (request.frames - 1) // self.facts.frame_step + 1,
+            request.height // step,
+            request.width // step,
+            pipeline.transformer_spatial_patch_size,
+            pipeline.transformer_temporal_patch_size,
+        )
+
+    def decode(
+        self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
+    ) -> list[Image.Image]:
+        """Of latents that the pipeline has denormalized."""
+        pixels = pipeline.vae.decode(latents, return_dict=False)[0]
+        return pipeline.video_processor.postprocess_video(pixels, output_type="pil")[0]
+
+
+FAMILY = LTX2

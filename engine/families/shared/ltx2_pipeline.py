@@ -1,0 +1,87 @@
+"""Sample with LTX-2's stock pipeline, given what its connectors make of texts (diffusers 0.42).
+
+The stock pipeline takes the hidden states of all of Gemma's layers, 385 MB in bf16 for a text of
+1024 tokens, and has its connectors make 16 MB of them (12 MB in LTX-2.3). Those are cached here.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers import LTX2Pipeline
+
+from engine.families.shared.text_masks import fill_masks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_TEXTS: Final = {"prompt_attention_mask": "prompt_embeds"}
+_MASKS: Final = ("encoder_attention_mask", "audio_encoder_attention_mask")
+
+
+def text_widths(config: Any) -> list[int]:
+    """Return the widths of what a transformer gets of a text, for the video and for the sound."""
+    if config.use_prompt_embeddings:
+        return [config.caption_channels] * 2
+    return [config.cross_attention_dim, config.audio_cross_attention_dim]
+
+
+class SoundScale:
+    """What the stock pipeline reads of the sound's autoencoder, which decodes nothing here.
+
+    Latents of sound are returned as the transformer has them.
+
+    Args:
+        config: The autoencoder's.
+    """
+
+    mel_compression_ratio = temporal_compression_ratio = 4
+    latents_mean, latents_std = torch.zeros(()), torch.ones(())
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        published: dict[str, Any] = {
+            "sample_rate": 16000,
+            "mel_hop_length": 160,
+            "mel_bins": 64,
+            "latent_channels": 8,
+        }
+        self.config = SimpleNamespace(**{**published, **config})
+
+
+class ConnectedPipeline(LTX2Pipeline):
+    """Takes texts as `engine.families.ltx2` encodes them, without masks.
+
+    The stock pipeline needs some, of ones here; the transformer gets none, since any would rule out
+    flash attention. `Connected` and `SoundScale` are in the places of its parts for text and sound.
+    """
+
+    def __call__(self, *words: Any, **names: Any) -> Any:
+        fill_masks(names, _TEXTS, guided=False)
+        hook = self.transformer.register_forward_pre_hook(_without_masks, with_kwargs=True)
+        try:
+            return super().__call__(*words, **names)
+        finally:
+            hook.remove()
+
+
+class Connected:
+    """Stand in for the connectors, whose output is the text.
+
+    Args:
+        config: The transformer's.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._widths = text_widths(config)
+
+    def __call__(
+        self, text: torch.Tensor, mask: torch.Tensor, padding_side: str = "left"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        video, sound = text.split(self._widths, dim=-1)
+        return video, sound, mask
+
+
+def _without_masks(_: Any, args: tuple[Any, ...], names: dict[str, Any]) -> Any:
+    return args, names | dict.fromkeys(_MASKS)

@@ -1,0 +1,30 @@
+"""LTX-2 of Lightricks, which makes videos with their sound."""
+
+from jobs.spec.families.base import Family, Flavour, ShiftLine
+
+FAMILY = Family(
+    name="ltx2",
+    title="LTX-2",
+    pipelines=("LTX2Pipeline",),
+    transformer="LTX2VideoTransformer3DModel",
+    blocks=("LTX2VideoTransformerBlock",),
+    flavours={
+        "2-19b": Flavour("Lightricks/LTX-2", note="text to video, trained without sound"),
+        "2.3-22b": Flavour(
+            "diffusers/LTX-2.3-Diffusers", note="text to video, trained without sound"
+        ),
+    },
+    latent_step=32,
+    frame_step=8,
+    # `ShiftedLogitNormalTimestepSampler` of Lightricks' trainer has this line, and so have the
+    # schedulers; it extrapolates it.
+    trained_shift=ShiftLine(few=1024, low=0.95, many=4096, high=2.05),
+    defaults={
+        "resolution": 704,  # 960x544, which that trainer's configs have
+        "fps": 24.0,
+        "max_sequence_length": 1024,
+        "timestep_sampling": "stretched",
+        "validation_guidance": 3.0,
+        "validation_num_inference_steps": 30,
+    },
+)

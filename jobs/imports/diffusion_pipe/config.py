@@ -25,7 +25,8 @@ DATA: Final = read_data(__file__)
 # names there.
 _SAME_NAMES: Final = ("flux", "sd3", "qwen_image", "auraflow")
 _LAYERS: Final = rf"\w*transformer_blocks\.\d+\..*(?:{models.LINEAR})"
-_LARGE_TOKENS: Final = ("flux2", "hunyuanvideo15", "2.2-ti2v-5b")  # of 32 pixels
+# Pixels of a token as it counts them, where they are not FLUX.1's.
+_TOKENS: Final = {"flux2": 32, "hunyuanvideo15": 32, "2.2-ti2v-5b": 32, "ltx2": 64}
 _INSTEAD: Final = "set dataset or datasets"
 
 
@@ -134,7 +135,7 @@ def by_size(draft: Draft, key: str, value: Any) -> None:
     """Take a shift by the tokens of an image, or of a frame of a video."""
     sides = sides_of(draft.values.get("resolution") or 1024)
     kind = draft.values.get("model_flavour"), models.family_of(draft).name
-    token = 32 if any(name in _LARGE_TOKENS for name in kind) else training_keys.FLUX_TOKEN
+    token = next((_TOKENS[name] for name in kind if name in _TOKENS), training_keys.FLUX_TOKEN)
     training_keys.take_shift_by_size(draft, key, sides, token=token)
 
 

@@ -625,6 +625,8 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"model_flavour": "720p-t2v"},
     ),
     ({"model_flavour": "i2v-480p", "model_family": "hunyuanvideo"}, Lost),
+    ({"model_flavour": "2.3-dev", "model_family": "ltxvideo2"}, {"model_flavour": "2.3-22b"}),
+    ({"model_flavour": "2.5-dev", "model_family": "ltxvideo2"}, Lost),
     ({"model_flavour": "edit-v3", "model_family": "qwen_image"}, {"model_flavour": "edit-2511"}),
     (
         {"model_flavour": "v2.0", "model_family": "qwen_image"},
@@ -878,6 +880,8 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"train__timestep_type": "shift", "model__arch": "zimage"},
         {"timestep_sampling": "uniform_shift", "flow_shift": 3.0},
     ),
+    ({"model__arch": "ltx2.3"}, {"model_family": "ltx2", "model_flavour": "2.3-22b"}),
+    ({"model__arch": "ltx2"}, {"model_family": "ltx2", "model_flavour": "2-19b"}),
     (
         {"train__timestep_type": "sigmoid", "model__arch": "chroma"},
         {"timestep_sampling": "logit_normal", "flow_shift": None},
@@ -1183,6 +1187,7 @@ def test_what_simpletuner_does_where_a_configuration_is_silent(tmp_path: Path) -
         ("flux", "black-forest-labs/FLUX.1-Krea-dev"),
         ("hidream", "HiDream-ai/HiDream-I1-Full"),
         ("hunyuanvideo", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"),
+        ("ltxvideo2", "Lightricks/LTX-2"),
         ("lumina2", "Alpha-VLLM/Lumina-Image-2.0"),
         ("pixart_sigma", "terminusresearch/pixart-900m-1024-ft-v0.6"),
         ("sana", "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers"),

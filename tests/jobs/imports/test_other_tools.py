@@ -554,6 +554,8 @@ PIPE: Final[Cells] = [
     ({"model__max_t": 0.875, "model__type": "wan"}, {"sigma_max": 0.875}),
     ({"model__max_t": 1, "model__type": "wan", "model__ckpt_path": "Wan2.2/low"}, Lost),
     ({"model__shift": 3, "model__type": "ltx-video"}, Needless),
+    ({"model__type": "ltx2"}, {"model_family": "ltx2", "model_flavour": "2.3-22b"}),
+    ({"model__shift": 3, "model__type": "ltx2"}, {"timestep_sampling": "shift", "flow_shift": 3.0}),
     ({"model__min_snr_gamma": 5, "model__type": "sdxl"}, {"snr_gamma": 5.0}),
     ({"model__text_encoder_1_lr": 2e-5, "model__text_encoder_2_lr": 2e-5}, Needless),
     (

@@ -1,0 +1,171 @@
+"""What is particular to LTX-2: sound beside the video, connectors between text and transformer.
+
+Its text, inputs, targets, predictions, losses and gradients were compared with those of Lightricks'
+trainer (`ltx_core`, and `TextToVideoStrategy` of `ltx_trainer` with `with_audio: false`) on the
+same weights and tensors, for LTX-2 and LTX-2.3: equal to 2e-6, and the same parameters have
+gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from engine import families
+from engine.data.encode.tensor_cache import TensorCache
+from engine.data.encode.texts import Text, TextKeys
+from engine.toy.components.weights import one_thread
+from jobs.errors import UserError
+from tests.support.engine.families import (
+    NEGATIVE,
+    PROMPT,
+    Case,
+    batch_of,
+    toys_root,
+    without_sound,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FIRST, LATER = "ltx2", "ltx2:2.3-22b"
+# What Lightricks' trainer names in `v2v_ic_lora.yaml`, for videos without sound.
+ITS_TARGETS = {
+    *(f"attn{number}.{part}" for number in (1, 2) for part in ("to_k", "to_q", "to_v", "to_out.0")),
+    *("ff.net.0.proj", "ff.net.2"),
+}
+
+pytestmark = pytest.mark.slow  # its toys are written for all of its tests
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", params=[FIRST, LATER])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(request.param, toys_root(tmp_path_factory))
+
+
+def noisy(frames: int = 3) -> torch.Tensor:
+    return torch.randn(1, 32, frames, 2, 3, generator=torch.Generator().manual_seed(0))
+
+
+def test_only_what_makes_videos_is_trained(case: Case) -> None:
+    """As in Lightricks' trainer: no weight that reads or writes sound has a gradient."""
+    denoiser = case.stock().transformer.train().requires_grad_(True)
+    text = batch_of(case.encoded(PROMPT))
+    case.family.predict(
+        denoiser, noisy(), torch.tensor([0.5]), text, 1.0
+    ).square().mean().backward()
+    trained = {name for name, p in denoiser.named_parameters() if p.grad is not None}
+    names = [name for name, _ in denoiser.named_parameters()]
+    assert trained == {name for name in names if not re.search("audio|av_cross|a2v", name)}
+    modules = [name for name, _ in denoiser.named_modules()]
+    adapted = {name for name in modules if re.fullmatch(case.family.LORA_TARGETS, name)}
+    assert {name.split(".", 2)[2] for name in adapted} == ITS_TARGETS
+    assert {f"{name}.weight" for name in adapted} <= trained
+
+
+@torch.no_grad()
+def test_places_are_those_of_the_stock_transformer(case: Case) -> None:
+    denoiser = case.stock().transformer
+    for fps in (24.0, 12.5):
+        family = families.load("ltx2", case.flavour, case.paths.model, fps)
+        places = family._places(denoiser.config, noisy().shape[2:], torch.device("cpu"))
+        stock = denoiser.rope.prepare_video_coords(1, 3, 2, 3, torch.device("cpu"), fps=fps)
+        assert torch.equal(places, stock)
+
+
+@torch.no_grad()
+def test_sound_reaches_the_video_in_samples_and_not_in_training(case: Case) -> None:
+    """Of the stock pipeline, whose videos are others without it."""
+    request = case.request(num_frames=case.frames, seed=2)
+    pipeline = case.stock()
+    whole = case.run(pipeline, request, output_type="latent")
+    without_sound(pipeline.transformer)
+    assert not torch.allclose(case.run(pipeline, request, output_type="latent"), whole, atol=1e-2)
+    text = batch_of(case.encoded(PROMPT))
+    video, sound = text["prompt_embeds"].tensor_split([-32], dim=-1)
+    other = {"prompt_embeds": torch.cat([video, sound + 1], dim=-1)}
+    level, denoiser = torch.tensor([0.5]), pipeline.transformer
+    assert torch.equal(
+        case.family.predict(denoiser, noisy(), level, text, 1.0),
+        case.family.predict(denoiser, noisy(), level, other, 1.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("guidance", "forwards"), [(1.0, {FIRST: 1, LATER: 1}), (3.0, {FIRST: 2, LATER: 3})]
+)
+def test_samples_are_guided_as_by_the_pipelines_own_defaults(
+    guidance: float, forwards: dict[str, int], case: Case
+) -> None:
+    """All of them where a negative prompt guides; LTX-2's blocks cannot skip self-attention."""
+    request = case.request(num_frames=case.frames, guidance=guidance, negative_prompt=NEGATIVE)
+    assert case.family.forwards_per_step(request) == forwards[case.name]
+    arguments = case.family.sample_arguments(request, {}, {} if request.guided else None)
+    pipeline = case.stock()
+    ours = case.run(pipeline, request, output_type="latent")
+    if request.guided:
+        assert "modality_scale" not in arguments
+        assert ("stg_scale" in arguments) is (case.name == FIRST)
+        own = {"guidance_scale": guidance, "frame_rate": 24.0, "num_frames": case.frames}
+        with torch.no_grad():
+            theirs = pipeline(
+                PROMPT,
+                NEGATIVE,
+                case.side,
+                case.side,
+                **own,
+                num_inference_steps=request.steps,
+                generator=torch.Generator().manual_seed(request.seed),
+                max_sequence_length=64,
+                output_type="latent",
+            )[0]
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_is_filled_up_with_registers(case: Case) -> None:
+    """So its length is a multiple of theirs, and nothing is masked."""
+    text = case.encoded("a star")["prompt_embeds"]
+    assert len(text) == 64
+    assert text.abs().amin(dim=1).min() > 0
+    with pytest.raises(UserError, match="multiple of the model's 16 text registers"):
+        case.family.encode(case.text, PROMPT, 40)
+
+
+@pytest.mark.parametrize("name", [FIRST, "anima"])
+def test_cached_texts_are_of_every_part_that_made_them(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Also of connectors, which may differ where text encoders do not."""
+    case, root = Case(name, toys_root(tmp_path_factory)), tmp_path / "model"
+    shutil.copytree(case.paths.model, root)
+    cache = TensorCache(tmp_path, "text")
+
+    def key() -> str:
+        return TextKeys(case.spec(), case.family, cache, root)(Text(PROMPT))
+
+    parts = [part for part, loaded in case.text.components.items() if loaded is not None]
+    parts = [part for part in parts if (root / part).is_dir() and part != "scheduler"]
+    assert len(parts) >= 3
+    for part in parts:
+        before = key()
+        (root / part / "other.json").write_text("{}")
+        assert key() != before, part
+
+
+def test_the_shift_is_of_the_tokens(case: Case) -> None:
+    """As Lightricks' trainer and the pipeline count them: one for each cell, in all frames."""
+    assert case.family.tokens_of(16, 24, 16) == 16 * 24 * 16
+    assert case.family.shift_of(16, 16, 4) == pytest.approx(math.exp(0.95))
+    assert case.family.sampler_shift_of(16, 16, 4) == pytest.approx(math.exp(0.95))

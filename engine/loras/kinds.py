@@ -35,7 +35,7 @@ _MARKS: Final = tuple(
         (r"single_transformer_blocks_\d+_(proj_mlp|proj_out)", _STREAMS),
         (
             r"(?<!single_)transformer_blocks_\d+_attn_(to_|add_)",
-            (*_AUTHORS, "sd3", "qwen_image", "auraflow"),
+            (*_AUTHORS, "sd3", "qwen_image", "auraflow", "krea2"),
         ),
         (r"(?<!single_)transformer_blocks_\d+_(img|txt)_mlp_", ("qwen_image",)),
         (r"joint_blocks_\d+_", ("sd3",)),
@@ -49,7 +49,12 @@ _MARKS: Final = tuple(
         ),
         (r"^blocks_\d+_((self|cross)_attn_\w+_proj|mlp_layer\d|adaln_modulation)", ("anima",)),
         (r"^blocks_\d+_(self_attn_[qkvo](_img)?$|ffn|attn[12]_)", ("wan",)),
-        (r"^blocks_\d+_(attn_|cross_attn_(q|kv)_linear|mlp_fc)", ("pixart_sigma",)),
+        (
+            r"(transformer_blocks|fusion_\w+_blocks)_\d+_(attn_to_gate|ff_(gate|up|down))"
+            r"|(^|fusion_\w+_)blocks_\d+_(attn_(w[qkvo]|gate)|mlp_(gate|up|down))$",
+            ("krea2",),
+        ),
+        (r"^blocks_\d+_(attn_(?!w[qkvo]|gate)|cross_attn_(q|kv)_linear|mlp_fc)", ("pixart_sigma",)),
         (r"^blocks_\d+_cross_attn_[qkvo](_img)?$", ("wan",)),
         (
             r"^transformer_blocks_\d+_(attn[12]_to_|ff_net)",

@@ -198,13 +198,18 @@ def plain_index(index: Mapping[str, Any]) -> dict[str, Any]:
 
     Each component is `[library, class]`. Modular blocks also list where to load it from, which is
     dropped, since its files are in the model's own directory; they may name the class only there.
+    Only components are lists: a setting that is one, as Krea 2's numbers of layers, is a tuple.
     """
-    return {
-        name: entry[2].get("type_hint") or entry[:2]
-        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
-        else entry
-        for name, entry in index.items()
-    }
+
+    def plain(entry: Any) -> Any:
+        if not isinstance(entry, list):
+            return entry
+        if len(entry) == 3 and isinstance(entry[2], dict):
+            return entry[2].get("type_hint") or entry[:2]
+        named = all(part is None or isinstance(part, str) for part in entry)
+        return entry if named else tuple(entry)
+
+    return {name: plain(entry) for name, entry in index.items()}
 
 
 def count_parameters(component: Path) -> int | None:

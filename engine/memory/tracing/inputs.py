@@ -58,7 +58,7 @@ _CELLS: Final = {
     "ltxvideo": Cells(32, 8),
     "ltx2": Cells(32, 8),
 }
-_PACKED: Final = ("flux", "chroma", "qwen_image")  # their `in_channels` count 2×2 latents
+_PACKED: Final = ("flux", "chroma", "qwen_image", "krea2")  # their `in_channels` count 2×2 latents
 
 
 def latents_shape(
@@ -192,6 +192,12 @@ def caption_shapes(
             return text("joint_attention_dim") | {"prompt_attention_mask": ((length,), torch.bool)}
         case "lumina2":
             return text("cap_feat_dim") | mask
+        case "krea2":
+            layers = (config["num_text_layers"], config["text_hidden_dim"])
+            return {
+                "prompt_embeds": ((length, *layers), dtype),
+                "prompt_embeds_mask": ((length,), torch.bool),
+            }
         case "anima":
             return text("text_embed_dim", _FIXED_TEXT)
         case "auraflow":

@@ -32,6 +32,7 @@ CONTEXT_FEED_FORWARD: Final = ["ff_context.net.0.proj", "ff_context.net.2"]
 LINEAR: Final = (
     r"to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|to_qkv_mlp_proj|net\.0\.proj|net\.2|w[123]"
     r"|linear(?:_in|_out|_[12])?|proj_in|proj_out|proj_mlp|out_projection|(?:img|txt)_mod\.1"
+    r"|to_gate|ff\.(?:gate|up|down)"
 )
 """Ends of names of linear layers in blocks of diffusers' models, as an expression."""
 

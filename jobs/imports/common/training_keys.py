@@ -27,6 +27,7 @@ FLUX_TOKEN: Final = 16
 """Pixels of a side of a token, of most families here."""
 
 QWEN_LINE: Final = ShiftLine(few=256, low=0.5, many=8192, high=0.9)
+KREA_LINE: Final = ShiftLine(few=256, low=0.5, many=6400, high=1.15)
 """Of Qwen-Image's scheduler, from its `scheduler_config.json`."""
 
 NO_TEXT_ENCODERS: Final = "only the denoiser is trained, not text encoders"

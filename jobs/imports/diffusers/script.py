@@ -34,6 +34,7 @@ _FAMILIES: Final = {
     "hidream": "hidream",
     "qwen": "qwen_image",
     "z_image": "z_image",
+    "krea2": "krea2",
 }
 # Of the oldest scripts, whose names have no family.
 _OLDEST: Final = re.compile(r"train_(dreambooth|text_to_image)(_lora)?")

@@ -27,6 +27,13 @@ _SAME_NAMES: Final = ("flux", "sd3", "qwen_image", "auraflow")
 _LAYERS: Final = rf"\w*transformer_blocks\.\d+\..*(?:{models.LINEAR})"
 # Pixels of a token as it counts them, where they are not FLUX.1's.
 _TOKENS: Final = {"flux2": 32, "hunyuanvideo15": 32, "2.2-ti2v-5b": 32, "ltx2": 64}
+# Layers that get one in families whose names are others there.
+_TARGETS: Final = {
+    "krea2": (
+        r".*_blocks\.\d+\.(attn\.to_(q|k|v|gate|out\.0)|ff\.(gate|up|down))|text_fusion\.projector"
+        r"|txt_in\.linear_[12]"
+    ),
+}
 _INSTEAD: Final = "set dataset or datasets"
 
 
@@ -93,8 +100,10 @@ def adapters(draft: Draft, key: str, value: Any) -> None:
 def adapter(draft: Draft, key: str, value: Any) -> None:
     if word_of(value) == "lokr":
         draft.values["lora_variant"] = "lokr"
-    if models.family_of(draft).name in _SAME_NAMES:
-        draft.take(key, "lora_target_modules", [_LAYERS], "all linear layers of the blocks")
+    name = models.family_of(draft).name
+    targets = _TARGETS.get(name, _LAYERS if name in _SAME_NAMES else None)
+    if targets:
+        draft.take(key, "lora_target_modules", [targets], "all linear layers of the blocks")
     else:
         draft.unsupported(key, sentence("named_otherwise"))
 

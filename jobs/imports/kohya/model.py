@@ -12,7 +12,7 @@ from jobs.imports.common import models, training_keys
 from jobs.imports.common.draft import Draft, as_number
 from jobs.imports.common.whose import MUSUBI, SD_SCRIPTS
 from jobs.spec.families import FAMILIES
-from jobs.spec.families.base import FLUX_LINE, ShiftLine
+from jobs.spec.families.base import FLUX_LINE
 from jobs.spec.values.resolutions import sides_of
 
 _MODEL: Final = "pretrained_model_name_or_path"
@@ -33,6 +33,7 @@ _PUBLISHED: Final = (
     (r"qwen_image(_edit)?(_(2509|2511|plus))?(_(bf16|fp8|fp16).*)?", "qwen_image"),
     (r"z_image(_turbo)?(_(bf16|fp8|fp16).*)?", "z_image"),
     (r"flux-?2-(dev|klein).*", "flux2"),
+    (r"(krea-?_?2[-_])?(raw|turbo)", "krea2"),
 )
 _PRECISION: Final = r"([-_.](bf16|fp16|fp8.*|e4m3.*|scaled))*$"
 
@@ -60,6 +61,8 @@ def model_of(draft: Draft, script: str, family: str) -> tuple[str | None, str | 
         case "zimage_train_network" | "zimage_train":
             turbo = "turbo" if "turbo" in place and "de-turbo" not in place else None
             return family, turbo if turbo in FAMILIES["z_image"].flavours else None
+        case "krea2_train_network":
+            return family, "turbo" if "turbo" in place else "raw"
         case "qwen_image_train_network" | "qwen_image_train":
             old = "edit-2509" if draft.on("edit_plus") else "edit" if draft.on("edit") else "base"
             flavour = (version or old).replace("original", "base")
@@ -159,6 +162,10 @@ TARGETS: Final = {
     (MUSUBI, "z_image"): (
         r"layers\.\d+\.(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.(w1|w2|w3))"
     ),
+    (MUSUBI, "krea2"): (
+        r".*_blocks\.\d+\.(attn\.to_(q|k|v|gate|out\.0)|ff\.(gate|up|down))|text_fusion\.projector"
+        r"|img_in|(time_embed|txt_in)\.linear_[12]|time_mod_proj|final_layer\.linear"
+    ),
     (MUSUBI, "hunyuanvideo15"): (
         rf"transformer_blocks\.\d+\.(attn\.{_ATTENTION}|ff(_context)?\.net\.(0\.proj|2)"
         r"|norm1(_context)?\.linear)"
@@ -253,7 +260,7 @@ def text_rate(draft: Draft, key: str, value: Any) -> None:
 _LINES: Final = {
     **dict.fromkeys(("flux_shift", "flux2_shift", "nextdit_shift"), FLUX_LINE),
     "qwen_shift": training_keys.QWEN_LINE,
-    "krea2_shift": ShiftLine(few=256, low=0.5, many=6400, high=1.15),
+    "krea2_shift": training_keys.KREA_LINE,
 }
 _STEPS: Final = 1000
 _EVENLY: Final = ("none", "uniform", "sigma_sqrt", "cosmap")

@@ -27,6 +27,7 @@ _HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"  # whose outputs are no lists
 _LINES: Final = {
     **dict.fromkeys(("flux", "flux2", "z_image"), FLUX_LINE),
     "qwen_image": training_keys.QWEN_LINE,
+    "krea2": training_keys.KREA_LINE,
 }
 
 

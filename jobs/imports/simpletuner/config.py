@@ -244,7 +244,8 @@ def auto_shift(draft: Draft, key: str, value: Any) -> None:
         return
     sides, name = sides_of(draft.values.get("resolution") or 1024), models.family_of(draft).name
     token = 2 * training_keys.FLUX_TOKEN if name == "flux2" else training_keys.FLUX_TOKEN
-    line = training_keys.QWEN_LINE if name == "qwen_image" else FLUX_LINE
+    own = {"qwen_image": training_keys.QWEN_LINE, "krea2": training_keys.KREA_LINE}
+    line = own.get(name, FLUX_LINE)
     training_keys.take_shift_by_size(draft, key, sides, token=token, line=line)
 
 

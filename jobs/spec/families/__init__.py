@@ -57,6 +57,7 @@ _NAMES = (
     "pixart_sigma",
     "hidream",
     "anima",
+    "krea2",
     "wan",
     "ltxvideo",
     "ltx2",

@@ -114,6 +114,16 @@ def two_attentions(width: int, hidden: int, names: tuple[str, ...], *ends: str) 
     return square(width, *names) | {ends[0]: (hidden, width), ends[1]: (width, hidden)}
 
 
+def krea2_block(width: int, keys: int, hidden: int) -> Shapes:
+    """A block of Krea 2; `keys` of keys and of values."""
+    return {
+        **square(width, "attn.wq", "attn.gate", "attn.wo"),
+        **dict.fromkeys(("attn.wk", "attn.wv"), (keys, width)),
+        **dict.fromkeys(("mlp.gate", "mlp.up"), (hidden, width)),
+        "mlp.down": (width, hidden),
+    }
+
+
 def hidream() -> Shapes:
     width = 2560
 
@@ -285,6 +295,14 @@ LAYOUTS = {
         ),
         "convert_cosmos_transformer_checkpoint_to_diffusers",
     ),
+    "krea2": Published(
+        "krea--Krea-2-Raw",
+        {"num_layers": 1, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
+        prefixed("blocks.0.", krea2_block(6144, 1536, 16384))
+        | prefixed("txtfusion.layerwise_blocks.0.", krea2_block(2560, 2560, 6912))
+        | prefixed("txtfusion.refiner_blocks.0.", krea2_block(2560, 2560, 6912)),
+        "convert_krea2_transformer_checkpoint_to_diffusers",
+    ),
     "hidream": Published(
         "HiDream-ai--HiDream-I1-Full",
         ONE_OF_EACH,
@@ -339,6 +357,7 @@ FORMATS = {
             "qwen_image",
             "wan",
             "anima",
+            "krea2",
         ),
         ("diffusers", "kohya"),
     ),

@@ -29,6 +29,7 @@ SMALL: Final[dict[str, dict[str, Any]]] = {
     "lumina2": {"num_layers": 2, "num_refiner_layers": 1},
     "z_image": {"n_layers": 2, "n_refiner_layers": 1},
     "hunyuanvideo15": {"num_layers": 1, "num_refiner_layers": 1},
+    "krea2": {"num_layers": 1},
 }
 # Kinds of layers of the blocks that stay as they are.
 LEFT: Final = {
@@ -37,6 +38,7 @@ LEFT: Final = {
         r"(norm_out|proj_out|pos_embed|context_embedder|time_text_embed)\b.*"
         r"|.*\.norm1_context\.\w+"
     ),
+    "krea2": "nothing",
     "lumina2": r"(x_embedder|time_caption_embed)\b.*",
 }
 

@@ -40,6 +40,7 @@ LONG: Final = " ".join([PROMPT] * 5)
 # with a mask, and all of them. Of others none has a mask.
 PADDED: Final = {
     "qwen_image": (2, 2),
+    "krea2": (3, 4),  # not where it fuses the layers of a token
     "z_image": (3, 4),  # not where it refines the image alone
     "chroma": (5, 5),
     "lumina2": (4, 6),  # the same

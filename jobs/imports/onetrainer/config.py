@@ -25,7 +25,7 @@ DATA: Final = read_data(__file__)
 _ENCODERS: Final = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 _HIDREAM: Final = r"|to_[qkv]_t|to_out(?:_t)?"  # whose outputs are no lists
 _LINES: Final = {
-    **dict.fromkeys(("flux", "flux2", "z_image"), FLUX_LINE),
+    **dict.fromkeys(("flux", "flux2", "z_image", "anima"), FLUX_LINE),
     "qwen_image": training_keys.QWEN_LINE,
     "krea2": training_keys.KREA_LINE,
 }

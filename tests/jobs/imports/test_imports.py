@@ -688,6 +688,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"push_checkpoints_to_hub": 1, "push_to_hub": 1}, {"push_checkpoints_to_hub": True}),
     ({"model_flavour": "schnell"}, {"model_flavour": "schnell"}),
     ({"model_flavour": "libreflux"}, Lost),
+    ({"model_flavour": "base-v1.0", "model_family": "anima"}, {"model_flavour": "base-1.0"}),
     ({"fsdp_state_dict_type": "full"}, {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
     ({"fsdp_reshard_after_forward": "false"}, {"fsdp_reshard_after_forward": False}),
     (
@@ -959,6 +960,10 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"model__arch": "qwen_image_edit"}, {"model_flavour": "edit"}),
     ({"model__arch": "krea2:turbo"}, {"model_family": "krea2", "model_flavour": "turbo"}),
     ({"model__arch": "krea2:o_edit"}, Lost),
+    (
+        {"train__timestep_type": "shift", "model__arch": "anima"},
+        {"model_family": "anima", "timestep_sampling": "uniform_shift", "flow_shift": 3.0},
+    ),
     ({"model__arch": "omnigen2"}, Lost),
     (
         {"model__arch": "wan22_14b_i2v", "model__model_kwargs": {"train_high_noise": False}},

@@ -11,11 +11,12 @@ import pytest
 
 from jobs.errors import UserError
 from jobs.imports.common.import_report import Kind
+from jobs.imports.common.models import ModelMatch, by_pipeline
 from jobs.imports.common.whose import MUSUBI, SD_SCRIPTS
 from jobs.imports.imported import import_file, import_kohya, import_script
 from jobs.imports.kohya import config
 from jobs.spec.file.load import load_spec
-from tests.support.jobs.kohya_commands import EXAMPLES, FLAGS, FLUX, SDXL, WAN, lost, of
+from tests.support.jobs.kohya_commands import ANIMA, EXAMPLES, FLAGS, FLUX, SDXL, WAN, lost, of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -142,6 +143,8 @@ TRAINED: Final = [
         "lora",
     ),
     ("lumina_train_network.py", "lumina2", None, "lora"),
+    ("anima_train_network.py", "anima", None, "lora"),
+    ("anima_train.py", "anima", None, "full"),
     ("wan_train_network.py --dit a", "wan", "2.1-t2v-14b", "lora"),
     ("wan_train_network.py --task t2v-1.3B --dit a", "wan", None, "lora"),
     (
@@ -195,7 +198,6 @@ def test_a_script_says_what_is_trained(
         ("fpack_train_network.py --dit a", "fpack_train_network.py (of musubi-tuner) cannot be"),
         ("sdxl_train_textual_inversion.py", "sdxl_train_textual_inversion.py (of kohya's"),
         ("flux_train_control_net.py", "cannot be imported"),
-        ("anima_train_network.py", "cannot be imported"),
         ("wan_train_network.py --task i2v-14B-FC --dit a", "--task i2v-14b-fc is not supported"),
         ("wan_train_network.py --task flf2v-14B --dit a", "--task flf2v-14b is not supported"),
         ("hv_1_5_train_network.py --task i2v --dit a", "--task i2v is not supported"),
@@ -218,6 +220,8 @@ def test_what_cannot_be_trained_is_one_sentence(command: str, said: str) -> None
     [
         ('network_module = "networks.lora_flux"', "flux", False),
         ('network_module = "lycoris.kohya"\nae = "a"\nt5xxl = "b"', "flux", True),
+        ('network_module = "networks.lora_anima"', "anima", False),
+        ('network_module = "lycoris.kohya"\nqwen3 = "a"', "anima", True),
         ('network_module = "networks.lora_sd3"', "sd3", False),
         ('network_module = "networks.lora_wan"\ndit = "a"\ndataset_config = "a"', "wan", False),
         ('network_module = "networks.lora"\nresolution = "1024,1024"', "sdxl", True),
@@ -319,6 +323,11 @@ def test_a_file_of_the_authors_is_their_repository_and_others_are_to_fill_in(
     assert ("is a single file" in told) is (repository is None)
 
 
+def test_a_directory_of_modular_blocks_is_a_model(tmp_path: Path) -> None:
+    (tmp_path / "modular_model_index.json").write_text('{"_class_name": "AnimaModularPipeline"}')
+    assert by_pipeline(tmp_path) == ModelMatch("anima")
+
+
 # -- keys ------------------------------------------------------------------------------------
 
 
@@ -391,6 +400,20 @@ KEYS: Final[list[tuple[str, str, dict[str, Any] | Kind]]] = [
     (SDXL, "--caption_prefix a", Lost),
     ("train_network.py --network_module networks.lora", "--clip_skip 2", Lost),
     ("train_network.py --network_module networks.lora", "--clip_skip 1", Needless),
+    # Of library/anima_train_utils.py and networks/lora_anima.py.
+    (ANIMA, "--seed 1", {"timestep_sampling": "logit_normal", "max_sequence_length": 512}),
+    (ANIMA, "--timestep_sampling shift", {"timestep_sampling": "shift", "flow_shift": 1.0}),
+    (ANIMA, "--qwen3_max_token_length 256", {"max_sequence_length": 256}),
+    (ANIMA, "--weighting_scheme cosmap", {"loss_weighting": "cosmap"}),
+    (ANIMA, "--unsloth_offload_checkpointing", {"gradient_checkpointing": True}),
+    (ANIMA, "--max_timestep 500", Needless),
+    (ANIMA, "--fp8_base", Needless),
+    (ANIMA, "--network_args train_llm_adapter=True", Lost),
+    (ANIMA, "--network_args train_llm_adapter=False", Needless),
+    (ANIMA, "--llm_adapter_lr 1e-5", Needless),
+    ("anima_train.py", "--llm_adapter_lr 1e-5", Lost),
+    ("anima_train.py", "--llm_adapter_lr 0", Needless),
+    ("anima_train.py", "--mod_lr 1e-5", Lost),
     (WAN, "--fp8_base --fp8_scaled", {"base_precision": "fp8_scaled"}),
     (WAN, "--timestep_sampling uniform --min_timestep 100", {"sigma_min": 0.1}),
     (WAN, "--timestep_sampling shift --min_timestep 100", Lost),

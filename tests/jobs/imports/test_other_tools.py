@@ -536,6 +536,9 @@ PIPE: Final[Cells] = [
     ({"monitoring__enable_wandb": True}, {"report_to": ["wandb"]}),
     ({"model__type": "cosmos"}, Lost),
     ({"model__type": "lumina_2"}, {"model_family": "lumina2"}),
+    ({"model__type": "anima"}, {"model_family": "anima", "timestep_sampling": "logit_normal"}),
+    ({"model__llm_adapter_lr": 0, "model__type": "anima"}, Needless),
+    ({"model__llm_adapter_lr": 1e-5, "model__type": "anima"}, Lost),
     ({"model__diffusers_path": "a/FLUX.1-Kontext-dev"}, {"model_flavour": "kontext"}),
     (
         {"model__ckpt_path": "m/Wan2.2-I2V-A14B/low_noise_model", "model__type": "wan"},

@@ -17,6 +17,9 @@ FLAGS: Final = json.loads((EXAMPLES / "flags.json").read_text())
 """Tool → the flags of all its parsers."""
 SDXL: Final = "sdxl_train_network.py --network_module networks.lora --network_train_unet_only"
 FLUX: Final = "flux_train_network.py --network_module networks.lora_flux --network_train_unet_only"
+ANIMA: Final = (
+    "anima_train_network.py --network_module networks.lora_anima --network_train_unet_only"
+)
 WAN: Final = "wan_train_network.py --task t2v-14B --dit a --network_module networks.lora_wan"
 
 

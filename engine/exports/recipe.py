@@ -131,6 +131,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "13b-0.9.8-distilled": "ltx-video-13b-0.9.8-distilled",
     },
     "ltx2": {"": "ltx-2", "2-19b": "ltx-2-19b", "2.3-22b": "ltx-2.3-22b"},
+    "minimax_h3": {"": "minimax-h3", "fl2va": "minimax-h3"},
     "hunyuanvideo": {"": "hunyuan-video", "t2v": "hunyuan-video"},
     "hunyuanvideo15": {
         "": "hunyuan-video-1.5",
@@ -157,6 +158,7 @@ _IMPLEMENTATIONS: Final = {
     "wan": "https://github.com/Wan-Video/Wan2.1",
     "ltxvideo": "https://github.com/Lightricks/LTX-Video",
     "ltx2": "https://github.com/Lightricks/LTX-2",
+    "minimax_h3": "https://github.com/MiniMax-AI/MiniMax-H3",
     "hunyuanvideo": "https://github.com/Tencent/HunyuanVideo",
     "hunyuanvideo15": "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5",
 }

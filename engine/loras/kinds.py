@@ -35,7 +35,7 @@ _MARKS: Final = tuple(
         (r"single_transformer_blocks_\d+_(proj_mlp|proj_out)", _STREAMS),
         (
             r"(?<!single_)transformer_blocks_\d+_attn_(to_|add_)",
-            (*_AUTHORS, "sd3", "qwen_image", "auraflow", "krea2"),
+            (*_AUTHORS, "sd3", "qwen_image", "auraflow", "krea2", "minimax_h3"),
         ),
         (r"(?<!single_)transformer_blocks_\d+_(img|txt)_mlp_", ("qwen_image",)),
         (r"joint_blocks_\d+_", ("sd3",)),
@@ -54,13 +54,19 @@ _MARKS: Final = tuple(
             r"|(^|fusion_\w+_)blocks_\d+_(attn_(w[qkvo]|gate)|mlp_(gate|up|down))$",
             ("krea2",),
         ),
-        (r"^blocks_\d+_(attn_(?!w[qkvo]|gate)|cross_attn_(q|kv)_linear|mlp_fc)", ("pixart_sigma",)),
+        (r"blocks_\d+_attn_(qkv|out)_proj|token_refiner_(refiner_)?blocks", ("minimax_h3",)),
+        (r"^blocks_\d+_mlp_fc", ("pixart_sigma", "minimax_h3")),
+        (r"^blocks_\d+_adaln_proj_", ("minimax_h3",)),
+        (
+            r"^blocks_\d+_(attn_(?!w[qkvo]|gate|(qkv|out)_proj)|cross_attn_(q|kv)_linear)",
+            ("pixart_sigma",),
+        ),
         (r"^blocks_\d+_cross_attn_[qkvo](_img)?$", ("wan",)),
         (
             r"^transformer_blocks_\d+_(attn[12]_to_|ff_net)",
             (
                 *(*_STREAMS, "hunyuanvideo15", "sd3", "ltxvideo", "ltx2"),
-                *("pixart_sigma", "sana", "anima"),
+                *("pixart_sigma", "sana", "anima", "minimax_h3"),
             ),
         ),
         (

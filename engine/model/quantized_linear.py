@@ -55,9 +55,10 @@ class QuantizedLinear(torch.nn.Linear):
         self.packing = packing
         weight, scale = packing.shapes(self.out_features, self.in_features)
         device = like.weight.device
+        # The first: diffusers takes the dtype of the first parameter for the one that computes.
+        self.bias = like.bias
         self.weight = _frozen(torch.empty(weight, dtype=torch.uint8, device=device))
         self.weight_scale = scale and _frozen(torch.empty(scale, device=device))
-        self.bias = like.bias
         self.register_buffer("codes", packing.code_table(dtype), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

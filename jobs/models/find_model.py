@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import SpecError
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES
 from jobs.spec.values.hub_names import INDEXES, HubName
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
@@ -199,7 +200,12 @@ def plain_index(index: Mapping[str, Any]) -> dict[str, Any]:
     Each component is `[library, class]`. Modular blocks also list where to load it from, which is
     dropped, since its files are in the model's own directory; they may name the class only there.
     Only components are lists: a setting that is one, as Krea 2's numbers of layers, is a tuple.
+    Components that no job of the family reads are skipped.
     """
+    pipeline = index.get("_class_name")
+    unused = {
+        n for family in FAMILIES.values() if pipeline in family.pipelines for n in family.unused
+    }
 
     def plain(entry: Any) -> Any:
         if not isinstance(entry, list):
@@ -209,7 +215,7 @@ def plain_index(index: Mapping[str, Any]) -> dict[str, Any]:
         named = all(part is None or isinstance(part, str) for part in entry)
         return entry if named else tuple(entry)
 
-    return {name: plain(entry) for name, entry in index.items()}
+    return {name: plain(entry) for name, entry in index.items() if name not in unused}
 
 
 def count_parameters(component: Path) -> int | None:

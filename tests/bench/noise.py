@@ -21,6 +21,7 @@ import torch
 
 from engine import families
 from engine.diffusion.objective import build_objective
+from engine.memory.tracing.inputs import CELLS
 from jobs.spec.families import FAMILIES
 from jobs.spec.families.base import ShiftLine
 from jobs.spec.job_spec import JobSpec
@@ -48,6 +49,7 @@ SCHEDULERS: Final[dict[str, dict[str, Any]]] = {
         "max_image_seq_len": 8192,
         "shift_terminal": 0.02,
     },
+    "minimax_h3": {"shift": 12.0},
     "sana": {"flow_shift": 3.0},
     "sd3": {"shift": 3.0},
     "wan": {"flow_shift": 3.0},
@@ -69,6 +71,7 @@ _NATIVE: Final = {
     "hunyuanvideo15": (1280, 720, 121),
     "ltxvideo": (1216, 704, 121),
     "ltx2": (768, 512, 121),
+    "minimax_h3": (1344, 768, 124),
     "qwen_image": (1328, 1328, 1),
     "wan": (832, 480, 81),
 }
@@ -109,7 +112,7 @@ def tokens(family: str, flavour: str, size: tuple[int, int, int]) -> int:
     """Return the denoiser's tokens of a sample of this size."""
     facts, (width, height, frames) = FAMILIES[family], size
     step = facts.latent_step_of(flavour)
-    return (width // step) * (height // step) * _latent_frames(facts.frame_step, frames)
+    return (width // step) * (height // step) * _latent_frames(family, frames)
 
 
 def shares_of(family: str, flavour: str, size: tuple[int, int, int]) -> Shares:
@@ -133,8 +136,8 @@ def shares_of(family: str, flavour: str, size: tuple[int, int, int]) -> Shares:
         loaded = families.load(family, flavour, root)
         objective = build_objective(spec, loaded, root)
     width, height, frames = size
-    step, facts = FAMILIES[family].latent_step_of(flavour), FAMILIES[family]
-    count = _latent_frames(facts.frame_step, frames)
+    step = FAMILIES[family].latent_step_of(flavour)
+    count = _latent_frames(family, frames)
     cells = 2 if loaded.tokens_of(2, 2) == 1 else 1  # latents that make a token, on a side
     latents = torch.empty(
         (1, 1, count, height // step * cells, width // step * cells),
@@ -143,8 +146,8 @@ def shares_of(family: str, flavour: str, size: tuple[int, int, int]) -> Shares:
     return _shares(lambda quantile: objective.level_at(quantile, latents))
 
 
-def _latent_frames(step: int, frames: int) -> int:
-    return (frames - 1) // step + 1 if step else 1
+def _latent_frames(family: str, frames: int) -> int:
+    return CELLS[family].latents(frames) if FAMILIES[family].frame_step else 1
 
 
 def _shares(level_at: Any) -> Shares:

@@ -343,7 +343,7 @@ class Fitting:
 
     def __init__(self, spec: JobSpec, family: Family, dataset: Dataset) -> None:
         self._spec = spec
-        self._step = family.frame_step
+        self._family = family
         self._buckets = Buckets(spec, dataset)
         self._takes = references_of(spec)
         self._only_first = needs_first_frame(spec)
@@ -356,7 +356,7 @@ class Fitting:
         if why := self._buckets.why_unfit(facts.width, facts.height):
             return why
         frames: tuple[int, ...] = ()
-        if self._step:
+        if self._family.frame_step:
             length = self._frames(facts)
             if isinstance(length, str):
                 return length
@@ -411,7 +411,7 @@ class Fitting:
         if there < (frames or 1):
             return f"too short: {there} frames at {self._spec.fps:g} per second, not {frames or 1}"
         longest = frames or min(there, _LONGEST_VIDEO)
-        return (longest - 1) // self._step * self._step + 1
+        return self._family.frames_of(longest)
 
 
 def _read_facts(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:

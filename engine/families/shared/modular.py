@@ -13,6 +13,7 @@ components that are loaded on request. This is all that the engine asks of a pip
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,15 +30,19 @@ class BlocksPipeline(ModularPipeline):
     """A stock pipeline's calls for a modular one, which a subclass inherits from in addition.
 
     Attributes:
-        WORKFLOW: Its workflow that makes images of texts.
+        WORKFLOW: Its workflow that makes images of texts. Other components are not loaded.
         ENCODERS: Names of the workflow's blocks that an encoded prompt makes needless.
         DECODERS: Names of those after the latents.
+        OUTPUT: What the last of them call the images.
+        FEWEST_STEPS: What its scheduler takes at least; fewer are made that many.
         CLASSES: Classes to load components with in place of those in the index.
     """
 
     WORKFLOW: ClassVar[str] = "text2image"
     ENCODERS: ClassVar[tuple[str, ...]]
     DECODERS: ClassVar[tuple[str, ...]]
+    OUTPUT: ClassVar[str] = "images"
+    FEWEST_STEPS: ClassVar[int] = 1
     CLASSES: ClassVar[Mapping[str, type]] = MappingProxyType({})
 
     @classmethod
@@ -54,8 +59,12 @@ class BlocksPipeline(ModularPipeline):
         pipeline = cls(pretrained_model_name_or_path=str(root))
         how = {"local_files_only": given.pop("local_files_only", True)}
         how |= {} if dtype is None else {"dtype": dtype}
+        workflow = pipeline.blocks.get_workflow(cls.WORKFLOW)
+        needed = {spec.name for spec in workflow.expected_components}
         for name in pipeline.pretrained_component_names:
-            if name not in given:
+            if name not in needed:
+                given[name] = None
+            elif name not in given:
                 spec = pipeline.get_component_spec(name)
                 spec.type_hint = cls.CLASSES.get(name, spec.type_hint)
                 given[name] = spec.load(
@@ -79,6 +88,7 @@ class BlocksPipeline(ModularPipeline):
         *,
         max_sequence_length: int = 512,
         guidance_scale: float | None = None,
+        num_inference_steps: int = 50,
         output_type: str = "pil",
         **arguments: Any,
     ) -> tuple[Any]:
@@ -89,29 +99,36 @@ class BlocksPipeline(ModularPipeline):
             negative_prompt: The same for guidance.
             max_sequence_length: Limit in tokens.
             guidance_scale: A setting of the guider, which is a component; None to keep it.
+            num_inference_steps: Steps.
             output_type: "latent", or what the last block takes.
             arguments: Inputs of the blocks.
         """
         if guidance_scale is not None:
             self.guider.guidance_scale = guidance_scale
+        arguments["num_inference_steps"] = max(self.FEWEST_STEPS, num_inference_steps)
+        workflow = self.blocks.get_workflow(self.WORKFLOW)
         if prompt is not None:
-            arguments |= {
+            words = {
                 "prompt": prompt,
                 "negative_prompt": negative_prompt,
                 "max_sequence_length": max_sequence_length,
             }
+            taken = {entry.name for entry in workflow.inputs}
+            arguments |= {name: word for name, word in words.items() if name in taken}
         latents = output_type == "latent"
         skipped = (self.ENCODERS if prompt is None else ()) + (self.DECODERS if latents else ())
-        workflow = self.blocks.get_workflow(self.WORKFLOW).sub_blocks
-        blocks = {name: block for name, block in workflow.items() if name not in skipped}
-        pipeline = SequentialPipelineBlocks.from_blocks_dict(blocks).init_pipeline()
+        steps = workflow.sub_blocks
+        blocks = {name: block for name, block in steps.items() if name not in skipped}
+        # Of this class, whose properties blocks read.
+        pipeline = type(self)(blocks=SequentialPipelineBlocks.from_blocks_dict(blocks))
         pipeline.register_components(
             **{name: part for name, part in self.components.items() if name in pipeline.components}
         )
         pipeline.set_progress_bar_config(**getattr(self, "bars", {}))
+        run = partial(ModularPipeline.__call__, pipeline)
         if latents:
-            return (pipeline(**arguments, output="latents"),)
-        return (pipeline(**arguments, output_type=output_type, output="images"),)
+            return (run(**arguments, output="latents"),)
+        return (run(**arguments, output_type=output_type, output=self.OUTPUT),)
 
     @classmethod
     def save_lora_weights(

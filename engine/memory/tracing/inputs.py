@@ -43,13 +43,22 @@ class Cells:
     Attributes:
         side: Pixels per latent side.
         frames: Frames per latent, except for the first; 0 for images.
+        chunk: Frames that are encoded together, of which the last chunk loses some latents; 0 for
+            all.
     """
 
     side: int = 8
     frames: int = 0
+    chunk: int = 0
+
+    def latents(self, frames: int) -> int:
+        """Return the latents of a video."""
+        if self.chunk and frames > 1:  # AutoencoderKLMiniMaxH3: 17n + 5 frames are 5n + 2 latents
+            return frames // self.chunk * -(-self.chunk // self.frames) + 2
+        return (frames - 1) // self.frames + 1
 
 
-_CELLS: Final = {
+CELLS: Final = {
     "flux2": Cells(16),
     "sana": Cells(32),
     "wan": Cells(8, 4),
@@ -57,6 +66,7 @@ _CELLS: Final = {
     "hunyuanvideo15": Cells(16, 4),
     "ltxvideo": Cells(32, 8),
     "ltx2": Cells(32, 8),
+    "minimax_h3": Cells(16, 4, chunk=17),
 }
 _PACKED: Final = ("flux", "chroma", "qwen_image", "krea2")  # their `in_channels` count 2×2 latents
 
@@ -72,7 +82,7 @@ def latents_shape(
         size: Width and height in pixels.
         frames: Frames of the video.
     """
-    cells = _CELLS.get(spec.model_family, Cells())
+    cells = CELLS.get(spec.model_family, Cells())
     if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has its own VAE
         cells = Cells(16, 4)
     width, height = (pixels // cells.side for pixels in size)
@@ -81,7 +91,7 @@ def latents_shape(
     channels = (beside or config["in_channels"]) // (4 if spec.model_family in _PACKED else 1)
     if not cells.frames:
         return channels, height, width
-    return channels, (frames - 1) // cells.frames + 1, height, width
+    return channels, cells.latents(frames), height, width
 
 
 def reference_shapes(
@@ -202,6 +212,8 @@ def caption_shapes(
             return text("text_embed_dim", _FIXED_TEXT)
         case "auraflow":
             return text("joint_attention_dim") | mask
+        case "minimax_h3":
+            return text("text_dim") | {"prompt_embeds_mask": ((length,), torch.bool)}
         case "sana" | "pixart_sigma" | "ltxvideo":
             return text("caption_channels") | mask
         case "ltx2":  # for the video, and for the sound
@@ -249,10 +261,7 @@ def largest_encoded(spec: JobSpec) -> tuple[int, int]:
 
 def training_frames(spec: InputKeys) -> int:
     """Return the frames of a sample, or the maximum if the job sets no number."""
-    step = get_family(spec.model_family).frame_step
-    if not step:
-        return 1
-    return ((spec.num_frames or _LONGEST_VIDEO) - 1) // step * step + 1
+    return get_family(spec.model_family).frames_of(spec.num_frames or _LONGEST_VIDEO)
 
 
 def sampled(spec: DataPlanKeys) -> tuple[tuple[int, int], int] | None:

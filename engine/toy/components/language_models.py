@@ -27,6 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3Model,
     Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Qwen3VLModel,
 )
 
@@ -179,6 +180,37 @@ def build_qwen2_5_vl_text(
 ) -> Qwen2_5_VLTextModel:
     """Build Qwen2.5-VL's text model (HunyuanVideo 1.5 skips its last two layers)."""
     return build_qwen2_5_vl(tokenizer, dim, seed=seed, layers=layers).model.language_model
+
+
+def build_qwen3_vl(
+    tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 51
+) -> Qwen3VLForConditionalGeneration:
+    """Build Qwen3-VL with its image encoder, `dim` wide (MiniMax-H3 reads its layer 50)."""
+    text = _common(tokenizer, dim, layers) | {"head_dim": HEAD_DIM}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 5_000_000.0,
+        "mrope_interleaved": True,
+        "mrope_section": [4, 2, 2],
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config={
+            "depth": VISION_LAYERS,
+            "hidden_size": VISION_DIM,
+            "intermediate_size": 2 * VISION_DIM,
+            "num_heads": 2,
+            "out_hidden_size": dim,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+        tie_word_embeddings=False,
+    )
+    return _fill(Qwen3VLForConditionalGeneration(config), dim, layers, seed)
 
 
 def build_mistral3(
@@ -338,6 +370,20 @@ def save_qwen_processor(model_dir: Path, pipeline: str, tokenizer: Qwen2Tokenize
     parts = _read(model_dir / "model_index.json")
     named = {"_class_name": pipeline, "processor": ["transformers", "Qwen2VLProcessor"]}
     _write(model_dir / "model_index.json", {**parts, **named})
+
+
+def save_qwen3_vl_processor(model_dir: Path, tokenizer: Qwen2Tokenizer) -> None:
+    """Write Qwen3-VL's processor, which makes inputs of images and videos."""
+    directory = model_dir / "processor"
+    tokenizer.save_pretrained(directory)
+    common = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_size": 2, "patch_size": 16}
+    common |= {"processor_class": "Qwen3VLProcessor", "temporal_patch_size": 2}
+    for name, kind, pixels in (
+        ("preprocessor", {"image_processor_type": "Qwen2VLImageProcessorFast"}, (65536, 16777216)),
+        ("video_preprocessor", {"video_processor_type": "Qwen3VLVideoProcessor"}, (4096, 25165824)),
+    ):
+        size = {"shortest_edge": pixels[0], "longest_edge": pixels[1]}
+        _write(directory / f"{name}_config.json", {**common, **kind, "size": size})
 
 
 def save_clip_processor(model_dir: Path) -> None:

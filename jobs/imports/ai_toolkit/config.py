@@ -184,7 +184,7 @@ def accumulation(draft: Draft, key: str, value: Any) -> None:
 
 
 # The shift of its own schedulers, where training has another by default here.
-_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "auraflow": 3.0, "anima": 3.0}
+_SHIFTS: Final = {"z_image": 3.0, "lumina2": 6.0, "auraflow": 3.0, "anima": 3.0, "minimax_h3": 12.0}
 # Pixels of what it counts as tokens, where the shift follows them: single latents of two.
 _TOKENS: Final = {"chroma": 8, "kontext": 8, "flux": 16, "flux2": 16}
 

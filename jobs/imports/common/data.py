@@ -148,7 +148,7 @@ def frames(draft: Draft, key: str, value: Any) -> None:
         draft.unneeded(key, f"{family.title} trains on images")
     else:
         fits = frames_of(int(number), family.name)
-        why = "" if fits == number else f"{family.title} takes {family.frame_step}n + 1"
+        why = "" if fits == number else f"{family.title} takes {family.lengths}"
         draft.take(key, "num_frames", fits, why)
 
 

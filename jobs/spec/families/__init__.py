@@ -59,6 +59,7 @@ _NAMES = (
     "anima",
     "krea2",
     "wan",
+    "minimax_h3",
     "ltxvideo",
     "ltx2",
     "hunyuanvideo",

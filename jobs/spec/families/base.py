@@ -125,10 +125,13 @@ class Family:
         latent_step: Sides of images are multiples of this, in pixels.
         longest_side: Of images, in pixels, by the denoiser's config; None for any, or where a
             config does not say.
-        frame_step: Videos have a multiple of this many frames, plus one; 0 for images.
+        frame_step: Videos have a multiple of this many frames, plus `frame_rest`; 0 for images.
+        frame_rest: See `frame_step`. An image is a video of one frame with any.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
         overflows_fp16: Parts of it that are known to exceed what fp16 can hold, in words; empty if
             none is. T5 is not: transformers keeps its `wo` in fp32 and clamps the rest.
+        unused: Components of its published models that no job reads: they are not fetched, and may
+            be missing.
         supplied: Directories that the published models lack, each with what a person puts there.
         defaults: Keys of a job that have another default than usual.
         references: How its models take conditioning images; None if they take none.
@@ -159,8 +162,10 @@ class Family:
     latent_step: int = 16
     longest_side: Callable[[Mapping[str, Any]], int | None] | None = None
     frame_step: int = 0
+    frame_rest: int = 1
     tokenizer: str = "tokenizer"
     overflows_fp16: str = ""
+    unused: tuple[str, ...] = ()
     supplied: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     references: References | None = None
@@ -171,6 +176,22 @@ class Family:
     def modular(self) -> bool:
         """Whether diffusers has blocks for it, and no stock pipeline."""
         return self.pipelines[0].endswith("ModularPipeline")
+
+    def frames_of(self, most: int) -> int:
+        """Return the largest number of frames of a video, at most `most`; 1 for an image."""
+        if not self.frame_step or most < self.frame_rest:
+            return 1
+        return (most - self.frame_rest) // self.frame_step * self.frame_step + self.frame_rest
+
+    @property
+    def shortest(self) -> int:
+        """Frames of its shortest video; 1 if it makes images."""
+        return self.frame_rest + (self.frame_step if self.frame_rest == 1 else 0)
+
+    @property
+    def lengths(self) -> str:
+        """Return the numbers of frames that its videos have, in words."""
+        return f"{self.frame_step}n + {self.frame_rest}"
 
     def component_of(self, flavour: str | None) -> str:
         """Return the denoiser that a flavor trains."""

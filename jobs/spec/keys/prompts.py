@@ -221,8 +221,7 @@ def _request(entry: ValidationPrompt, spec: DataPlanKeys) -> SampleRequest:
 
 def frames_of(length: int, family: str) -> int:
     """Return the closest number of frames, at most `length`, that a family supports."""
-    step = FAMILIES[family].frame_step if family in FAMILIES else 0
-    return (length - 1) // step * step + 1 if step else 1
+    return FAMILIES[family].frames_of(length) if family in FAMILIES else 1
 
 
 def size_of(resolution: int | str, step: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -172,12 +173,14 @@ def videos(spec: InputKeys) -> Conflict | None:
         if spec.num_frames is not None:
             return Conflict("num_frames", f"{family.title} trains on images", named=True)
         return None
-    step = family.frame_step
-    if spec.num_frames is not None and (spec.num_frames - 1) % step:
-        lower = (spec.num_frames - 1) // step * step + 1
+    if (
+        spec.num_frames is not None
+        and (lower := family.frames_of(spec.num_frames)) < spec.num_frames
+    ):
+        longer = next(n for n in itertools.count(spec.num_frames) if family.frames_of(n) == n)
         return Conflict(
             "num_frames",
-            f"{family.title} takes {step}n + 1 frames, such as {lower} or {lower + step}",
+            f"{family.title} takes {family.lengths} frames, such as {lower} or {longer}",
             named=True,
         )
     return None

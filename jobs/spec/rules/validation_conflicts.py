@@ -128,9 +128,7 @@ def _lengths(spec: DataPlanKeys) -> str:
             continue
         if not family.frame_step:
             return f"validation_num_frames: no effect, {family.title} samples images"
-        return (
-            f"validation_num_frames: {asked} is not {family.frame_step}n + 1; samples have {made}"
-        )
+        return f"validation_num_frames: {asked} is not {family.lengths}; samples have {made}"
     return ""
 
 

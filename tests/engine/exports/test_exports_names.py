@@ -303,6 +303,24 @@ LAYOUTS = {
         | prefixed("txtfusion.refiner_blocks.0.", krea2_block(2560, 2560, 6912)),
         "convert_krea2_transformer_checkpoint_to_diffusers",
     ),
+    "minimax_h3": Published(
+        "MiniMaxAI--MiniMax-H3",
+        {"num_layers": 1, "num_refiner_layers": 1},
+        {
+            name: shape
+            for blocks in ("blocks", "token_refiner.blocks")
+            for name, shape in prefixed(
+                f"{blocks}.0.",
+                {
+                    "attn.qkv_proj": (3 * 7168, 5376),
+                    "attn.out_proj": (5376, 7168),
+                    "mlp.fc1": (2 * 14336, 5376),
+                    "mlp.fc2": (5376, 14336),
+                },
+            ).items()
+        },
+        "convert_minimax_h3_transformer_checkpoint_to_diffusers",
+    ),
     "hidream": Published(
         "HiDream-ai--HiDream-I1-Full",
         ONE_OF_EACH,
@@ -365,7 +383,8 @@ FORMATS = {
         ("hunyuanvideo", "hunyuanvideo15", "z_image"), ("diffusers", "kohya", "comfyui")
     ),
     **dict.fromkeys(
-        ("auraflow", "pixart_sigma", "hidream", "ltxvideo", "ltx2"), ("diffusers", "comfyui")
+        ("auraflow", "pixart_sigma", "hidream", "ltxvideo", "ltx2", "minimax_h3"),
+        ("diffusers", "comfyui"),
     ),
     "sana": ("diffusers",),  # ComfyUI has no Sana, and no script of kohya's trains it
 }
@@ -479,7 +498,7 @@ def test_its_names_tell_whose_a_lora_can_be(name: str) -> None:
 FUSED = {
     **dict.fromkeys(("flux", "chroma", "flux2", "sd3", "lumina2", "z_image"), "lycoris_"),
     "pixart_sigma": "transformer.",
-    **dict.fromkeys(("hunyuanvideo", "hunyuanvideo15")),
+    **dict.fromkeys(("hunyuanvideo", "hunyuanvideo15", "minimax_h3")),
 }
 
 
@@ -550,7 +569,7 @@ def test_every_layer_changes_by_the_same_as_in_diffusers(name: str) -> None:
     }
     weights |= {key: torch.zeros(shape) for key, shape in LOOKED_AT.get(name, {}).items()}
     convert = getattr(single_file_utils, published.converter)
-    read = convert(Checkpoint(weights, published.layout))
+    read = convert(Checkpoint(weights, published.layout), config={})
     layers = layers_of(name)
     for key, down in layers.items():
         if key.endswith(".lora_A.weight"):

@@ -188,7 +188,8 @@ def refused_by_estimate(values: Mapping[str, Any], server: Server) -> str:
 
 
 def small(family: str) -> dict[str, Any]:
-    frames = {"num_frames": 1 + FAMILIES[family].frame_step} if FAMILIES[family].frame_step else {}
+    facts = FAMILIES[family]
+    frames = {"num_frames": facts.shortest} if facts.frame_step else {}
     return {"model_family": family, "resolution": 64, "max_sequence_length": 64} | frames
 
 

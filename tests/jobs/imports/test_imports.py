@@ -688,6 +688,10 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"push_checkpoints_to_hub": 1, "push_to_hub": 1}, {"push_checkpoints_to_hub": True}),
     ({"model_flavour": "schnell"}, {"model_flavour": "schnell"}),
     ({"model_flavour": "libreflux"}, Lost),
+    (
+        {"model_flavour": "convrot-int8", "model_family": "minimaxh3"},
+        {"model_flavour": "fl2va", "timestep_sampling": "shift", "flow_shift": 12.0},
+    ),
     ({"model_flavour": "base-v1.0", "model_family": "anima"}, {"model_flavour": "base-1.0"}),
     ({"fsdp_state_dict_type": "full"}, {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
     ({"fsdp_reshard_after_forward": "false"}, {"fsdp_reshard_after_forward": False}),
@@ -963,6 +967,10 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     (
         {"train__timestep_type": "shift", "model__arch": "anima"},
         {"model_family": "anima", "timestep_sampling": "uniform_shift", "flow_shift": 3.0},
+    ),
+    (
+        {"train__timestep_type": "shift", "model__arch": "minimax_h3"},
+        {"model_family": "minimax_h3", "timestep_sampling": "uniform_shift", "flow_shift": 12.0},
     ),
     ({"model__arch": "omnigen2"}, Lost),
     (

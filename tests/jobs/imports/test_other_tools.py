@@ -537,6 +537,11 @@ PIPE: Final[Cells] = [
     ({"model__type": "cosmos"}, Lost),
     ({"model__type": "lumina_2"}, {"model_family": "lumina2"}),
     ({"model__type": "anima"}, {"model_family": "anima", "timestep_sampling": "logit_normal"}),
+    (
+        {"model__shift": 8, "model__type": "minimax_h3"},
+        {"model_family": "minimax_h3", "timestep_sampling": "shift", "flow_shift": 8.0},
+    ),
+    ({"model__cfg": 4, "model__type": "minimax_h3"}, Lost),
     ({"model__llm_adapter_lr": 0, "model__type": "anima"}, Needless),
     ({"model__llm_adapter_lr": 1e-5, "model__type": "anima"}, Lost),
     ({"model__diffusers_path": "a/FLUX.1-Kontext-dev"}, {"model_flavour": "kontext"}),

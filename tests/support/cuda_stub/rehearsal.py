@@ -170,4 +170,4 @@ def side_of(family: str) -> int:
 
 
 def prompt_of(family: str) -> dict[str, Any]:
-    return {"prompt": "a red circle", "num_frames": FAMILIES[family].frame_step + 1, "seed": 3}
+    return {"prompt": "a red circle", "num_frames": FAMILIES[family].shortest, "seed": 3}

@@ -149,7 +149,7 @@ class Case:
 
     @property
     def frames(self) -> int:
-        return FAMILIES[self._names[0]].frame_step + 1
+        return self.facts.shortest
 
     def spec(self, **changes: Any) -> JobSpec:
         """A small job on the toy, in fp32 on CPU ranks."""
@@ -304,7 +304,7 @@ def told_image_tokens(pipeline: Any) -> Iterator[None]:
     So it does from diffusers' pull request 14189 on; other pipelines are left as they are.
     """
     processor, encoder = (getattr(pipeline, name, None) for name in ("processor", "text_encoder"))
-    if processor is None or encoder is None:
+    if not callable(processor) or encoder is None:
         yield
         return
     returned: list[Any] = []
@@ -365,14 +365,28 @@ def without_sound(transformer: Any) -> Any:
 
 
 class Spied:
-    """The noisy latents that a pipeline's denoiser sees, and the prediction its scheduler gets."""
+    """The noisy latents that a pipeline's denoiser sees, and the prediction its scheduler gets.
+
+    Attributes:
+        sounds: The noisy rows of sound that it sees with them; empty for most families.
+    """
 
     def __init__(self, case: Case, request: SampleRequest) -> None:
         self.pipeline = case.stock()
         if case.facts.name == "ltx2":
             without_sound(self.pipeline.transformer)
         self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.sounds: list[torch.Tensor] = []
         scheduler, fed = self.pipeline.scheduler, []
+        denoiser = getattr(self.pipeline, case.family.component)
+
+        def hear(module: Any, args: Any, names: dict[str, Any]) -> None:
+            if "audio_hidden_states" in names:
+                self.sounds.append(names["audio_hidden_states"].clone())
+
+        denoiser.register_forward_pre_hook(hear, with_kwargs=True)
+        # MiniMax-H3's times and velocity go from noise to data.
+        backwards = "num_train_timesteps" not in scheduler.config
         step, scale = (
             scheduler.step,
             scheduler.scale_model_input if hasattr(scheduler, "scale_model_input") else None,
@@ -381,10 +395,12 @@ class Spied:
         def spy(output: Any, timestep: Any, sample: Any, *words: Any, **names: Any) -> Any:
             noisy = fed[-1] if fed else sample
             level = torch.as_tensor(timestep)
-            if case.family.facts.objective == "flow":  # some schedulers round timesteps
+            if backwards:
+                level = 1 - level
+            elif case.family.facts.objective == "flow":  # some schedulers round timesteps
                 level = level / scheduler.config.num_train_timesteps
             # With timesteps for each token, steps go the other way.
-            given = -output if "per_token_timesteps" in names else output
+            given = -output if backwards or "per_token_timesteps" in names else output
             self.seen.append(
                 (
                     self._whole(case, noisy, request),

@@ -1,0 +1,186 @@
+"""Lay out MiniMax-H3's packed sequence, also of several samples (diffusers 0.42).
+
+Its transformer has one sequence of rows: text, sound, video. Rows have positions, a modality and a
+noise level of their own, so several samples can be in one sequence, as long as attention keeps them
+apart: then none of them is padded or masked. The stock transformer attends to all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+from diffusers.models.transformers.transformer_minimax_h3 import (
+    MiniMaxH3Attention,
+    MiniMaxH3AttnProcessor,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VIDEO, TEXT, SOUND = range(3)
+"""Modalities, which index the modulation."""
+CHANNELS: Final = 2
+"""Of sound: one after the other in the sequence."""
+
+_CHUNK: Final = 5  # latents of 17 frames
+_SPACE: Final = 32  # an axis of a square is this long
+_FRAME: Final = 5 / 3  # positions of a frame in time; of a latent of sound, 1
+
+
+class SampleAttention(MiniMaxH3AttnProcessor):
+    """Attention within each sample of a sequence.
+
+    Attributes:
+        lengths: Rows of each sample; empty for one sample.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Call the processor for each sample of `hidden_states (1, S, D)`."""
+        if len(self.lengths) < 2:
+            return super().__call__(attn, hidden_states, rotary_emb, attention_mask)
+        parts = hidden_states.split(self.lengths, dim=1)
+        places: Sequence[Any] = [None] * len(parts)
+        if rotary_emb is not None:
+            cos, sin = (table.split(self.lengths) for table in rotary_emb)
+            places = list(zip(cos, sin, strict=True))
+        return torch.cat(
+            [
+                super(SampleAttention, self).__call__(attn, part, place)
+                for part, place in zip(parts, places, strict=True)
+            ],
+            dim=1,
+        )
+
+
+class MiniMaxH3Transformer(MiniMaxH3Transformer3DModel):
+    """The stock class, which can also take several samples in one sequence.
+
+    Parameters and their names are the same.
+    """
+
+    # `from_config` reads the names of the settings from the signature.
+    @wraps(MiniMaxH3Transformer3DModel.__init__)  # type: ignore[misc]
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        for module in self.modules():
+            if isinstance(module, MiniMaxH3Attention):
+                module.set_processor(SampleAttention())
+
+    # The blocks of the pipeline read the names of its inputs from the signature.
+    @wraps(MiniMaxH3Transformer3DModel.forward)
+    def forward(
+        self, *, texts: tuple[int, ...] = (), samples: tuple[int, ...] = (), **names: Any
+    ) -> Any:
+        """Call the model.
+
+        Args:
+            texts: Text rows of each sample; empty for one sample.
+            samples: All rows of each sample; empty for one sample.
+            names: The stock class's inputs.
+        """
+        for blocks, lengths in (
+            (self.token_refiner.refiner_blocks, texts),
+            (self.transformer_blocks, samples),
+        ):
+            for block in blocks:
+                block.attn.processor.lengths = lengths
+        return super().forward(**names)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows of a sequence of samples, each `[text | sound | video]`.
+
+    Attributes:
+        samples: Rows of each sample.
+        owners: Sample of each row, `(S,)`.
+        tags: Modality of each row, `(S,)`.
+        positions: In time, height and width, `(S, 3)`, float64.
+    """
+
+    samples: tuple[int, ...]
+    owners: torch.Tensor
+    tags: torch.Tensor
+    positions: torch.Tensor
+    indices: dict[int, torch.Tensor]
+
+
+def lay_out(
+    texts: Sequence[int], size: tuple[int, int, int], sounds: int, device: torch.device
+) -> Layout:
+    """Return the rows of samples that differ in the length of their texts.
+
+    It is `MiniMaxH3PrepareLayoutStep.build_packed_sequence`, on the device: a copy would wait.
+
+    Args:
+        texts: Tokens of each sample's text.
+        size: Frames, height and width in rows: those of latents, which are 2×2 latents each.
+        sounds: Latents of sound, per channel; 0 for no sound.
+        device: Where to.
+    """
+    frames, height, width = size
+    counts = {SOUND: sounds * CHANNELS, VIDEO: frames * height * width}
+    with device:
+        media = _media_positions(size, sounds)
+        owners, tags, positions = [], [], []
+        places: dict[int, list[torch.Tensor]] = {TEXT: [], SOUND: [], VIDEO: []}
+        start = 0
+        for owner, length in enumerate(texts):
+            before = start
+            for tag, count in ((TEXT, length), *counts.items()):
+                places[tag].append(torch.arange(start, start + count))
+                tags.append(torch.full((count,), tag))
+                start += count
+            owners.append(torch.full((start - before,), owner))
+            steps = torch.arange(length, dtype=torch.float64)
+            positions.append(torch.stack([steps, *[torch.zeros_like(steps)] * 2], dim=1))
+            # Sound and video begin where the text ends.
+            positions.append(torch.cat([media[:, :1] + length, media[:, 1:]], dim=1))
+        return Layout(
+            tuple(length + sum(counts.values()) for length in texts),
+            torch.cat(owners),
+            torch.cat(tags),
+            torch.cat(positions),
+            {tag: torch.cat(parts) for tag, parts in places.items()},
+        )
+
+
+def _media_positions(size: tuple[int, int, int], sounds: int) -> torch.Tensor:
+    """Return positions of sound and video, `(rows, 3)`, of which time begins at 0.
+
+    Channels of sound are at both ends of the width, and at height 0.
+    """
+    frames, height, width = size
+    root = (height * width) ** 0.5
+    rows, columns = _axis(height, root), _axis(width, root)
+    latent = torch.arange(frames)
+    chunk, place = latent // _CHUNK, latent % _CHUNK
+    # Of 17 frames, the first latent has one, and four others have four each.
+    time = _FRAME * (17 * chunk + (4 * place - 3).clamp(min=0)).double()
+    video = torch.stack(
+        [axis.flatten() for axis in torch.meshgrid(time, rows, columns, indexing="ij")], 1
+    )
+    if not sounds:
+        return video
+    ends = torch.stack([columns[0], columns[-1]]).repeat_interleave(sounds)
+    steps = torch.arange(sounds, dtype=torch.float64).repeat(CHANNELS)
+    return torch.cat([torch.stack([steps, torch.zeros_like(ends), ends], dim=1), video])
+
+
+def _axis(count: int, root: float) -> torch.Tensor:
+    """Return positions along an axis of `count` rows, centered, of an area of `root` squared."""
+    length = count / root
+    steps = torch.arange(count, dtype=torch.float64)
+    return _SPACE * ((1 - length) / 2 + steps * (length / count))

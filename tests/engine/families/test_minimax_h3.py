@@ -1,0 +1,169 @@
+"""What is particular to MiniMax-H3: a packed sequence, sound beside the video, two transformers.
+
+Predictions and losses were compared with DiffSynth-Studio's model and layout
+(`diffsynth/models/minimax_h3_dit.py`) on the same tensors: equal to 1e-5.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import MiniMaxH3ModularPipeline, MiniMaxH3Transformer3DModel, ModularPipeline
+from diffusers.models.modeling_utils import get_parameter_dtype
+from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+
+from engine.blocks.build import on_meta
+from engine.families import load
+from engine.families.minimax_h3 import MiniMaxH3Transformer, NoImages
+from engine.families.shared.minimax_h3_forward import SOUND, TEXT, VIDEO, lay_out
+from engine.model.quantized_linear import quantize_layers, quantized_layers
+from engine.toy.components.weights import one_thread
+from jobs.models.find_model import find_index
+from jobs.spec.families import FAMILIES
+from jobs.spec.job_spec import JobSpec
+from tests.support.engine.exports import export_alone, recipe_of, trained_model
+from tests.support.engine.families import PROMPT, Case, quiet, toys_root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case("minimax_h3", toys_root(tmp_path_factory))
+
+
+def stock(root: Path) -> Any:
+    """The pipeline as diffusers' documentation loads it, but for a processor of images."""
+    with quiet():
+        pipeline = ModularPipeline.from_pretrained(root, workflow="t2va")
+        names = [name for name in pipeline.pretrained_component_names if name != "processor"]
+        pipeline.load_components(names=names, local_files_only=True)
+    pipeline.register_components(processor=NoImages())
+    return pipeline
+
+
+def video(pipeline: Any) -> Any:
+    frames = pipeline(
+        prompt=PROMPT,
+        num_inference_steps=3,
+        height=64,
+        width=96,
+        num_frames=22,
+        generator=torch.Generator("cpu").manual_seed(3),
+        output="videos",
+    )[0]
+    return np.stack([np.asarray(frame, int) for frame in frames])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_diffusers_own_pipeline_makes_of_an_export_what_ours_makes(
+    kind: str, case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It refuses videos of less than five seconds, which take long here.
+    monkeypatch.setattr(MiniMaxH3ModularPipeline, "min_duration", 0.0)
+    spec = case.spec(model_type=kind, lora_rank=2)
+    recipe, model = recipe_of(spec, case.paths.model), trained_model(spec, case.paths.model)
+    made = export_alone(model, recipe, tmp_path / "export")
+    theirs = stock(made.path if kind == "full" else case.paths.model)
+    assert type(theirs.transformer) is MiniMaxH3Transformer3DModel
+    ours = case.stock(made.path if kind == "full" else None)
+    before = video(theirs) if kind == "lora" else None
+    if kind == "lora":
+        case.family.load_lora(ours, made.path)
+        theirs.load_lora_weights(made.path, weight_name="pytorch_lora_weights.safetensors")
+    request = case.request(resolution="96x64", num_inference_steps=3, num_frames=22, seed=3)
+    frames = [np.asarray(frame, int) for frame in case.run(ours, request, output_type="pil")[0]]
+    found = video(theirs)
+    assert np.abs(found - np.stack(frames)).max() == 0
+    assert before is None or np.abs(found - before).max() > 1
+
+
+@pytest.mark.parametrize("sounds", [0, 7])
+@pytest.mark.parametrize("size", [(1, 4, 4), (12, 3, 5)])
+def test_a_sequence_is_laid_out_as_by_the_stock_pipeline(
+    size: tuple[int, int, int], sounds: int
+) -> None:
+    """Each sample as if it was alone, one after the other."""
+    texts = (5, 1)
+    layout = lay_out(texts, size, sounds, CPU)
+    ends = np.cumsum(layout.samples).tolist()
+    frames, height, width = size
+    for owner, (length, end) in enumerate(zip(texts, ends, strict=True)):
+        rows = slice(end - layout.samples[owner], end)
+        positions, tags, *indices, _, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+            torch.full((length,), TEXT), frames, 2 * height, 2 * width, sounds, (1, 2, 2), 2, 2, 0
+        )
+        assert torch.allclose(layout.positions[rows], positions, rtol=1e-12, atol=1e-12)
+        assert torch.equal(layout.tags[rows], tags)
+        assert (layout.owners[rows] == owner).all()
+        for tag, expected in zip((VIDEO, SOUND, TEXT), indices, strict=True):
+            mine = layout.indices[tag]
+            mine = mine[(mine >= rows.start) & (mine < rows.stop)]
+            assert torch.equal(mine - rows.start, expected)
+
+
+@pytest.mark.parametrize(("frames", "longest"), [(1, 1), (21, 1), (22, 22), (38, 22), (124, 124)])
+def test_videos_have_a_length_that_its_autoencoder_takes_and_makes(
+    frames: int, longest: int
+) -> None:
+    assert FAMILIES["minimax_h3"].frames_of(frames) == longest
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int8", "fp8"])
+def test_packed_modulation_computes_in_the_precision_of_the_job(precision: str) -> None:
+    """Diffusers asks a layer for its dtype; a scale's would turn the whole stream into fp32."""
+    with on_meta():
+        model = MiniMaxH3Transformer(num_layers=1, num_refiner_layers=1).to(torch.bfloat16)
+    spec = JobSpec(
+        model_family="minimax_h3",
+        base_precision=precision,
+        modulation_precision="int8",
+        mixed_precision="bf16",
+    )
+    quantize_layers(model, spec, load("minimax_h3"))
+    layer = model.transformer_blocks[0].adaln_proj.linear
+    assert any(layer is packed for packed in quantized_layers(model).values())
+    assert get_parameter_dtype(layer) is torch.bfloat16
+
+
+@pytest.mark.slow
+def test_the_transformer_for_references_is_not_needed(case: Case) -> None:
+    """The published index names it; it takes 66 GB."""
+    assert '"transformer_ref"' in (case.paths.model / "modular_model_index.json").read_text()
+    assert "transformer_ref" not in (find_index(case.paths.model) or {})
+    assert not (case.paths.model / "transformer_ref").exists()
+
+
+@pytest.mark.slow
+def test_an_empty_text_is_a_space(case: Case) -> None:
+    """It has no token, and the sequence would have none of a text."""
+    empty, space = (case.encoded(text)["prompt_embeds"] for text in ("", " "))
+    assert torch.equal(empty, space)
+    assert len(empty) > 0
+
+
+@pytest.mark.slow
+def test_an_image_is_the_first_frame_of_the_shortest_video(case: Case) -> None:
+    still, moving = (case.request(num_frames=count, seed=3) for count in (1, 22))
+    assert case.family.sample_arguments(still, {}, None) == {"num_frames": 22}
+    pipeline = case.stock()
+    latents = case.run(pipeline, still, output_type="latent")
+    with torch.no_grad():
+        (image,) = case.family.decode(pipeline, latents, still)
+        frames = case.family.decode(pipeline, latents, moving)
+    assert len(frames) == 22
+    assert np.array_equal(np.asarray(image), np.asarray(frames[0]))

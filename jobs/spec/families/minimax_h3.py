@@ -24,7 +24,8 @@ FAMILY = Family(
     defaults={
         "resolution": 640,  # 832x480, of DiffSynth-Studio's script; published for 1344x768
         "fps": 24.0,
-        "timestep_sampling": "shift",  # the scheduler's 12, as in SimpleTuner
+        # With the scheduler's 12, as ai-toolkit's web page and AkaneTendo25/musubi-tuner draw.
+        "timestep_sampling": "uniform_shift",
         "validation_num_inference_steps": 50,
     },
 )

@@ -28,7 +28,7 @@ from engine.model.kernels import activate_flash3, choose_attention, choose_backe
 from engine.model.packing import unpacked_by
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs
 from engine.model.quantized_linear import quantize_layers
-from engine.parallel.block_swap import swap_blocks
+from engine.parallel.block_swap import swap_blocks, swaps
 from engine.parallel.context_parallel import (
     check_tokens,
     enable_context_parallel,
@@ -212,11 +212,11 @@ def build_model(run: RunContext) -> torch.nn.Module:
     weights.materialise(model, world.device, parameters_on=offload, hosts=hosts)
     with telemetry.phase("load", len(stored)) as progress:
         names = lora.adapted_name(model)
-        others = swapped.names() if swapped and not swapped.fills else ()
+        others = swapped.read_elsewhere() if swapped else ()
         read = weights.stream(
             model, stored, names=names.__getitem__, skip=others, progress=progress
         )
-        if swapped:  # which another rank may have read
+        if swaps(spec):  # another rank may read what this one swaps
             run.barrier.arrive("swapped")
             run.barrier.wait("swapped", waiting=telemetry.moved)
     if spec.model_type == "lora":

@@ -167,7 +167,7 @@ def rank_variables(
     else:
         environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     offloads = spec.fsdp_cpu_offload and strategy in SHARDING
-    swaps = spec.swap_blocks > 0 and counts("swap_blocks", spec)
+    swaps = bool(spec.swap_blocks) and counts("swap_blocks", spec)
     if not on_gpus or offloads or swaps:
         environment |= {k: v for k, v in HOST_ALLOCATOR.items() if k not in os.environ}
     return environment

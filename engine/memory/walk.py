@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from engine.memory.tracing.live import rounded
 from engine.memory.tracing.timeline import Mark, Span
 from engine.parallel.block_swap import place_in_forward, spread
+from jobs.spec.values.value_types import on_card
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,8 +138,9 @@ def kept_unit(units: Sequence[Unit], layout: Layout, *, reshard: bool) -> str:
 
 
 def swaps_of(spec: RecipeKeys, layout: Layout) -> int:
-    """Return the number of blocks that a job swaps to host memory."""
-    return spec.swap_blocks if spec.model_type == "lora" and not layout.shards else 0
+    """Return the number of blocks that a rank swaps to host memory; of many, the fewest."""
+    swaps = spec.model_type == "lora" and not layout.shards
+    return on_card(spec.swap_blocks, None) if swaps else 0
 
 
 def swapped_of(units: Sequence[Unit], count: int) -> dict[str, int]:

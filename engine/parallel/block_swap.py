@@ -19,11 +19,11 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from engine.model.files.weights import PinnedMemory, bytes_of
-from jobs.errors import UserError
 from jobs.machine.residence import residence
+from jobs.spec.values.value_types import on_card
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
 
     from engine.families import Family
@@ -67,6 +67,8 @@ def swap_blocks(
 ) -> SwappedBlocks | None:
     """Choose `swap_blocks` blocks, spread over the model, and allocate host memory for them.
 
+    A model with fewer blocks swaps all.
+
     Args:
         model: On the meta device, with its adapter, which stays on the GPU.
         spec: The job.
@@ -75,22 +77,46 @@ def swap_blocks(
         share: Whether ranks of one machine share the memory; then a collective.
 
     Returns:
-        What copies them, once it is started; None if the job swaps none.
-
-    Raises:
-        UserError: The model has fewer blocks.
+        What copies them, once it is started; None if this rank swaps none.
     """
-    if not spec.swap_blocks or spec.model_type != "lora":
+    if not swaps(spec):
         return None
     blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in family.facts.blocks]
     blocks.sort(key=lambda block: place_in_forward(block[0]))
-    if spec.swap_blocks > len(blocks):
-        raise UserError(
-            f"swap_blocks: {spec.swap_blocks}, but the model has {len(blocks)} blocks",
-            f"set it to {len(blocks)} or less",
-        )
-    chosen = [blocks[place] for place in spread(spec.swap_blocks, len(blocks))]
-    return SwappedBlocks(model, [block for _, block in chosen], len(blocks), world, share=share)
+    count = min(on_card(spec.swap_blocks, world.gpu()[1]), len(blocks))
+    here = residence()
+    ranks = world.gather((here, count)) if share else [(here, count)]
+    me = world.rank if share else 0
+    places = {  # of the blocks that each rank of this machine swaps
+        rank: spread(number, len(blocks))
+        for rank, (where, number) in enumerate(ranks)
+        if where == here
+    }
+    laid_out = {place: _Block(blocks[place][1]) for place in sorted(set().union(*places.values()))}
+    pages, sharing = (None, [me])
+    if share and world.size > 1:
+        size = sum(bytes_of(block.weights()) for block in laid_out.values())
+        pages, sharing = _shared_pages(size, world)
+    if not count:
+        return None
+    chosen = set(places[me])
+    # The first one of those that share a block reads it.
+    before = set().union(*(places[rank] for rank in sharing if rank < me))
+    return SwappedBlocks(
+        model,
+        laid_out if pages is not None else {n: b for n, b in laid_out.items() if n in chosen},
+        chosen,
+        len(blocks),
+        world.device,
+        pages=pages,
+        read_elsewhere=chosen & before,
+        shared=any(places[rank] for rank in sharing if rank != me),
+    )
+
+
+def swaps(spec: RecipeKeys) -> bool:
+    """Return whether any rank of a job may swap blocks; the same on all ranks."""
+    return bool(spec.swap_blocks) and spec.model_type == "lora"
 
 
 class SwappedBlocks:
@@ -98,50 +124,57 @@ class SwappedBlocks:
 
     Args:
         model: On the meta device.
-        chosen: Its swapped blocks in the order of forward.
-        blocks: Number of all its blocks.
-        world: The ranks.
-        share: See `swap_blocks`.
+        laid_out: Place in forward → block, for what has a place in the memory: what is swapped
+            here, or by any rank that shares it.
+        chosen: Places of those that are swapped here.
+        blocks: Number of all blocks.
+        device: What computes.
+        pages: The memory, if ranks share it.
+        read_elsewhere: Places of those whose weights another rank reads.
+        shared: Whether another rank swaps any.
 
     Attributes:
         hosts: `id` of a parameter on the meta device → its tensor in host memory.
-        fills: Whether this rank reads the weights; else another one that shares the memory does.
+        size: Bytes of what is swapped here.
+        note: A log message.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        chosen: list[torch.nn.Module],
+        laid_out: dict[int, _Block],
+        chosen: set[int],
         blocks: int,
-        world: World,
+        device: torch.device,
         *,
-        share: bool,
+        pages: mmap.mmap | None = None,
+        read_elsewhere: Collection[int] = (),
+        shared: bool = False,
     ) -> None:
-        on_gpu = world.device.type == "cuda"
-        self._model, self._device = model, world.device
-        self._blocks = [_Block(block) for block in chosen]
-        self._stream = torch.cuda.Stream(world.device) if on_gpu else None
-        weights = [block.weights() for block in self._blocks]
-        self.size = sum(bytes_of(tensors) for tensors in weights)
-        pages, self.fills = (None, True)
-        if share and world.size > 1:
-            pages, self.fills = _shared_pages(self.size, world)
-        self._memory = PinnedMemory(self.size, pages, pin=on_gpu)
+        on_gpu = device.type == "cuda"
+        self._model, self._device = model, device
+        self._blocks = [block for place, block in laid_out.items() if place in chosen]
+        self._read_elsewhere = [laid_out[place] for place in read_elsewhere]
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        size = sum(bytes_of(block.weights()) for block in laid_out.values())
+        self._memory = PinnedMemory(size, pages, pin=on_gpu)
         self.hosts: dict[int, torch.Tensor] = {}
-        for block, tensors in zip(self._blocks, weights, strict=True):
+        for place, block in laid_out.items():
             first = self._memory.used
-            for tensor in tensors:
-                self.hosts[id(tensor)] = self._memory.take_like(tensor)
-            block.host = self._memory.bytes_between(first, self._memory.used)
+            hosts = {id(weight): self._memory.take_like(weight) for weight in block.weights()}
+            if place in chosen:
+                self.hosts |= hosts
+                block.host = self._memory.bytes_between(first, self._memory.used)
+        self.size = sum(block.host.nbytes for block in self._blocks)
         self.note = (
-            f"{len(chosen)} of {blocks} blocks stay in host memory ({self.size / 2**30:.2f} GiB"
-            f"{', shared by the ranks of this machine' * (pages is not None)}) and are copied to "
+            f"{len(chosen)} of {blocks} blocks stay in host memory ({self.size / 2**30:.2f} "
+            f"GiB{', shared by the ranks of this machine' * shared}) and are copied to "
             f"the {'GPU' if on_gpu else 'model'} when they compute"
         )
 
-    def names(self) -> set[str]:
-        """Return the names of the swapped parameters, after `materialise`."""
-        swapped = {p for block in self._blocks for p in block.weights()}
+    def read_elsewhere(self) -> set[str]:
+        """Return the names of the parameters that another rank reads, after `materialise`."""
+        swapped = {p for block in self._read_elsewhere for p in block.weights()}
         return {n for n, p in self._model.named_parameters(remove_duplicate=False) if p in swapped}
 
     def start(self) -> None:
@@ -347,11 +380,11 @@ def _replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     return value
 
 
-def _shared_pages(size: int, world: World) -> tuple[mmap.mmap | None, bool]:
-    """Return memory that the ranks of this machine share, and whether this rank is to fill it.
+def _shared_pages(size: int, world: World) -> tuple[mmap.mmap | None, list[int]]:
+    """Return memory that the ranks of this machine share, and which ranks do.
 
     A rank that cannot open the first one's, in another container perhaps, gets None: its own. So
-    do all if the first one cannot, which fills it. A collective.
+    do all if the first one cannot. A collective.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
     # Elsewhere, the number in a path may be another process's, and the file another one.
@@ -375,4 +408,6 @@ def _shared_pages(size: int, world: World) -> tuple[mmap.mmap | None, bool]:
     opened = world.gather(pages is not None)  # until then, the first one keeps its file open
     if own is not None:
         os.close(own)
-    return (pages, world.rank == first) if pages is not None and opened[first] else (None, True)
+    if pages is None or not opened[first]:
+        return None, [world.rank]
+    return pages, [n for n, (where, *_) in enumerate(ranks) if where == here and opened[n]]

@@ -56,16 +56,19 @@ def path_of(run_dir: RunDir) -> Path:
 
 
 def read(run_dir: RunDir) -> Predicted | None:
-    """Read a run's prediction; None if there is none."""
+    """Read a run's prediction for the rank that needs the most; None if there is none."""
     stored = read_json(path_of(run_dir)) or {}
     try:
-        return (
-            Predicted.of(stored["prediction"])
-            if stored.get("schema") == PREDICTION_SCHEMA
-            else None
-        )
+        if stored.get("schema") != PREDICTION_SCHEMA:
+            return None
+        predicted = Predicted.of(stored["prediction"])
     except (ValueError, LookupError, TypeError):
         return None
+    if not predicted.by_card:
+        return predicted
+    cards = {status.gpu_memory for status in run_dir.rank_statuses()}
+    each = [predicted.on(memory) for memory in cards if memory]
+    return max(each, key=lambda one: one.peak, default=predicted)
 
 
 def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> None:
@@ -219,6 +222,7 @@ class Calibration:
             predicted,
             overheads={"driver_and_libraries": assumed + more},
             device=(low + more, high + more),
+            by_card={size: self.corrected(other) for size, other in predicted.by_card.items()},
         )
 
     def in_words(self) -> str:

@@ -82,13 +82,15 @@ _TABLE: Final = (
     Card("v100", "V100", 16_160, 125, 15.7, 0, 900, 3, 300, bf16=False),
     Card("t4", "T4", 15_109, 65, 8.1, 0, 320, 3, bf16=False),
     Card("5090", "RTX 5090", 32_607, 209, 105, 419, 1792, 5, peers=False),
+    Card("5080", "RTX 5080", 16_303, 113, 56.3, 225, 960, 5, peers=False),
+    Card("4080", "RTX 4080", 16_376, 97.5, 48.7, 195, 717, 4, peers=False),
     Card("4090", "RTX 4090", 24_564, 165, 82.6, 330, 1008, 4, peers=False),
     Card("3090", "RTX 3090", 24_576, 71, 35.6, 0, 936, 4, 112.5, True, peers=False),
 )
 CARDS: Final = {card.key: card for card in _TABLE}
 
 # Other chips whose names have one of these besides the words of a card.
-_OTHERS: Final = {"ti", "laptop", "max", "d"}
+_OTHERS: Final = {"ti", "super", "laptop", "max", "d"}
 # A MIG slice (3g.20gb) or a virtual GPU (A100-20C) has a part of a card's memory and rates.
 _PART: Final = re.compile(r"\d+[gcq]")
 _PREFIX: Final = re.compile(r"^(geforce|tesla|quadro)?(rtx)?(?=[a-z]?\d)")

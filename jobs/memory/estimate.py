@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import psutil
 
+from jobs.errors import SpecError
 from jobs.machine import devices
 from jobs.machine.gpu import find
 from jobs.memory.calibration import Calibration, read_calibration
@@ -27,13 +28,14 @@ from jobs.memory.fit import (
     fit_of,
     group_of,
     room_of,
+    size_sold_as,
     worst,
 )
 from jobs.memory.host_memory import host_bytes
-from jobs.memory.ladder import alternatives, climb, loosen
+from jobs.memory.ladder import alternatives, climb, least_swapping, loosen, whole_on_each
 from jobs.memory.question import Refused, arranged, predict
 from jobs.memory.ranking import Ranker
-from jobs.memory.seconds import card_of, link_of, seconds_of, why_unknown
+from jobs.memory.seconds import cards_of, link_of, seconds_of, why_unknown
 from jobs.paths import cache_home, state_home
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
@@ -110,13 +112,15 @@ def place_of(
         present: The GPUs of this machine.
         ours: Pids of our jobs' processes.
         claims: GPU UUID → id of our job that holds it.
-        card: One of `CARD_ROOMS` to compare with, whatever this machine has.
+        card: One of `CARD_ROOMS` to compare with, whatever this machine has, or one for each rank,
+            separated by commas.
         imagine: On a machine without GPUs, assume the ones that most people train on instead of
             the CPU.
         cards: The cluster's GPUs, for a job that does not run on this machine.
     """
     if card is not None:
-        return Place(True, (CARD_ROOMS[str(card)],), here=False)
+        rooms = [CARD_ROOMS[name] for name in str(card).split(",")]
+        return Place(True, tuple(rooms), here=False, chosen=len(rooms) > 1)
     if spec.launcher != "local" and spec.device != "cpu":
         if cards.rooms:
             return Place(True, cards.rooms, here=False, note=cards.note)
@@ -189,6 +193,13 @@ class Estimate:
             return self.place.fit(predicted, factor)
         return fit_of(predicted, room, on_gpus=self.place.on_gpus, factor=factor)
 
+    def each(self, predicted: Predicted) -> list[Fit]:
+        """Return how the ranks fit if their GPUs are of several sizes, the smallest first."""
+        rooms = self.place.taken(predicted.ranks)
+        if len({size_sold_as(room.total) for room in rooms}) < 2:
+            return []
+        return [self.fit(predicted, room) for room in sorted(rooms, key=lambda room: room.total)]
+
     @cached_property
     def advised(self) -> str | None:
         """Return the fastest strategy that fits on the job's own ranks; None if none fits."""
@@ -220,7 +231,30 @@ class Estimate:
 
     def climb(self, room: Room | None = None) -> Iterator[Step]:
         """Yield the changes one by one as they are found."""
-        return climb(self._settled, partial(self._fit, room), enough=_fits)
+        each = self._whole_on_each(room)
+        return climb(self._settled, partial(self._fit, room), enough=_fits, first=each)
+
+    def _whole_on_each(self, room: Room | None) -> Step | None:
+        """Return the change to a copy on each GPU, of which the small ones swap more blocks.
+
+        None if the GPUs are of one size or it is not enough.
+        """
+        own = self.own
+        if self.spec.model_type != "lora" or isinstance(own, Refused) or not self.each(own):
+            return None
+        try:
+            whole = arranged(self.spec, "ddp", world_size(self.spec), on_gpus=True)
+        except SpecError:
+            return None
+        before, swapping = self.fit(own, room), self._swapping(whole)
+        after = None if swapping is None else self._fit(before.room, swapping)
+        if swapping is None or after is None:
+            return None
+        return whole_on_each(self._settled, swapping, before, after)
+
+    def _swapping(self, spec: JobSpec) -> JobSpec | None:
+        rooms = self.place.taken(world_size(spec))
+        return least_swapping(spec, rooms, lambda one, room: self._fit(room, one))
 
     def alternatives(self) -> Iterator[Step]:
         """Yield changes with any of which the job fits, though it ran out of memory."""
@@ -230,25 +264,39 @@ class Estimate:
         """Return a change to less recomputation that still fits, if there is one."""
         return loosen(self._settled, partial(self._fit, None), enough=_fits)
 
-    def _rates(self, ranks: int) -> tuple[Card, Link] | str:
-        """Return the card of N ranks and its link, or why they are unknown."""
+    def seconds(self, predicted: Predicted, spec: JobSpec | None = None) -> Seconds | str:
+        """Return the seconds of a step, for which all wait for the slowest rank; or why not."""
         if not self.place.on_gpus:
             return "the ranks run on the CPU"
-        rooms = self.place.taken(ranks)
-        card = card_of(rooms)
-        if isinstance(card, str):
-            return card
-        measured = self.calibration.links.get(card.key) if self.place.here else None
-        return card, link_of(card, rooms, measured)
+        rooms = self.place.taken(predicted.ranks)
+        cards = cards_of(rooms)
+        if isinstance(cards, str):
+            return cards
+        whys = (why_unknown(spec or self.spec, predicted, card) for card in cards)
+        if why := next(filter(None, whys), ""):
+            return why
+        return self._seconds(predicted)
 
-    def seconds(self, predicted: Predicted, spec: JobSpec | None = None) -> Seconds | str:
-        """Return the seconds of a step, or why they are not computed."""
-        rates = self._rates(predicted.ranks)
-        if isinstance(rates, str):
-            return rates
-        card, link = rates
-        why = why_unknown(spec or self.spec, predicted, card)
-        return why or seconds_of(predicted, card, link, self._factor(card))
+    def _seconds(self, predicted: Predicted) -> Seconds:
+        rooms = self.place.taken(predicted.ranks)
+        cards = cards_of(rooms)
+        assert not isinstance(cards, str), "see `seconds`"
+        links = [self._link(card, rooms, alike=len(set(cards)) == 1) for card in cards]
+        slowest = min(links, key=lambda link: link.rates)
+        each = {
+            (card, room.total): seconds_of(
+                predicted.on(room.total),
+                card,
+                replace(slowest, host=link.host),
+                self._factor(card),
+            )
+            for card, link, room in zip(cards, links, rooms, strict=True)
+        }
+        return max(each.values(), key=lambda seconds: seconds.middle)
+
+    def _link(self, card: Card, rooms: Sequence[Room], *, alike: bool) -> Link:
+        measured = self.calibration.links.get(card.key) if self.place.here else None
+        return link_of(card if alike else replace(card, nvlink=0), rooms, measured)
 
     def ranking(self) -> Ranking | str:
         """Rank the ways to run the job on these GPUs, or return why they cannot be."""
@@ -257,11 +305,8 @@ class Estimate:
             return own.error
         if isinstance(why := self.seconds(own), str):
             return why
-        rates = self._rates(own.ranks)
-        assert not isinstance(rates, str)
-        card, link = rates
         predict = lambda strategy, ranks, spec: self.predict(strategy, ranks, spec)  # noqa: E731
-        ranker = Ranker(self.spec, self._settled, predict, self.fit, card, link, self._factor(card))
+        ranker = Ranker(self.spec, self._settled, predict, self.fit, self._seconds, self._swapping)
         return ranker.rank() or "the job cannot be predicted"
 
     def _factor(self, card: Card) -> float:

@@ -105,13 +105,13 @@ def fit_of(predicted: Predicted, room: Room, *, on_gpus: bool, factor: float = 1
     """Compare a prediction with one device.
 
     Args:
-        predicted: The prediction for one rank.
+        predicted: The prediction for one rank, or for those on each size of GPU.
         room: A GPU, or the machine's memory if the ranks run on its CPU.
         on_gpus: Whether `room` is a GPU.
         factor: Measured over predicted memory on this machine; raises the upper end of the band.
     """
     if on_gpus:
-        low, high = predicted.device
+        low, high = predicted.on(room.total).device
         return Fit(low, round(high * max(1.0, factor)), room)
     needed = predicted.host.get("machine") or predicted.reserved[1] * predicted.ranks
     return Fit(needed, needed, room)
@@ -255,8 +255,12 @@ CARDS: Final[dict[int, Room]] = {
     141: Room("141 GB", 143_771 * _MIB),  # H200
 }
 
+# Sizes that no table shows.
+_OTHER_SIZES: Final = {12: 12_282, 16: 16_303, 32: 32_607, 40: 40_960, 96: 97_887}
+
 CARD_ROOMS: Final = {
     **{str(size): room for size, room in CARDS.items()},
+    **{str(n): Room(f"{n} GB", total * _MIB) for n, total in _OTHER_SIZES.items()},
     **{key: Room(card.name, card.mebibytes * _MIB, kind=card.key) for key, card in KNOWN.items()},
 }
 """What can be named instead of this machine's GPUs: sizes without rates, and cards."""
@@ -294,6 +298,14 @@ def room_of_type(name: str) -> Room | None:
         return Room(name, total, kind=name)
     card = card_named(name, alike=True)
     return Room(name, card.mebibytes * _MIB, kind=name) if card is not None else None
+
+
+_SOLD_AS: Final = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192)
+
+
+def size_sold_as(total: int) -> int:
+    """Return the size in GB as which a GPU with this many bytes is sold."""
+    return next((size for size in _SOLD_AS if total <= size << 30), -(-total >> 30))
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
+from jobs.memory.fit import Verdict, size_sold_as
 from jobs.spec.families import FAMILIES
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.conflicts import find_conflicts
@@ -22,12 +23,13 @@ from jobs.spec.rules.lora_conflicts import modulation_of, trains_text
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, shards, world_size
 from jobs.spec.values.resolutions import all_resolutions, resolutions_of
+from jobs.spec.values.value_types import most_on_card
 from jobs.units import ordinal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from jobs.memory.fit import Fit
+    from jobs.memory.fit import Fit, Room
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
     from jobs.spec.keys.training import TrainingKeys
 
@@ -181,12 +183,42 @@ def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
 def _swap(spec: RecipeKeys, count: int) -> Changes | None:
     """Keep blocks in host memory; None if as many already are, or FSDP shards them."""
     fits = spec.model_type == "lora" and not shards(spec) and spec.device != "cpu"
-    return {"swap_blocks": count} if fits and spec.swap_blocks < count else None
+    return {"swap_blocks": count} if fits and most_on_card(spec.swap_blocks) < count else None
 
 
-def swapping(spec: RecipeKeys) -> Iterator[int]:
-    """Yield how many more blocks could be kept in host memory, the fewest first."""
-    yield from (count for count in _SWAPPED if _swap(spec, count) is not None)
+def least_swapping(
+    spec: JobSpec, rooms: Sequence[Room], fit: Callable[[JobSpec, Room], Fit | None]
+) -> JobSpec | None:
+    """Keep as few blocks in host memory as are enough, on GPUs of each size.
+
+    Args:
+        spec: A job that does not fit, with its strategy and ranks resolved.
+        rooms: Its GPUs.
+        fit: Returns how a job fits on one of them; None if it cannot be predicted.
+
+    Returns:
+        The changed job; None if it cannot swap, or that is not enough.
+    """
+    whole = spec.model_copy(update={"swap_blocks": 0})
+    if _swap(whole, _SWAPPED[0]) is None:
+        return None
+    least: dict[str, int] = {}
+    for room in sorted(rooms, key=lambda room: room.free):
+        size = f"{size_sold_as(room.total)}GB"
+        if size in least:  # by one with less that is free
+            continue
+        for count in (0, *_SWAPPED):
+            changed = with_changes(whole, {"swap_blocks": count})
+            found = fit(changed, room) if changed is not None else None
+            if found is None:
+                return None
+            if found.verdict is Verdict.FITS:
+                least[size] = count
+                break
+        else:
+            return None
+    alike = len(set(least.values())) == 1
+    return with_changes(whole, {"swap_blocks": next(iter(least.values())) if alike else least})
 
 
 def _reshard(spec: RecipeKeys) -> Changes | None:
@@ -370,8 +402,29 @@ class Step:
         return "; ".join(filter(None, [pace, self.rung.costs]))
 
 
+def whole_on_each(spec: JobSpec, swapping: JobSpec, before: Fit, after: Fit) -> Step:
+    """Return the step to `least_swapping` of the job with a copy on each rank.
+
+    Args:
+        spec: The job as it is.
+        swapping: What `least_swapping` returned.
+        before: How `spec` fits.
+        after: How `swapping` does.
+    """
+    changes: Changes = {"strategy": "ddp", "swap_blocks": swapping.swap_blocks}
+    if spec.fsdp_enable is not None:
+        changes["fsdp_enable"] = None  # it would decide
+    slower = _swapping(most_on_card(swapping.swap_blocks))
+    rung = Rung("a copy on each GPU, blocks in host memory by its size", slower, lambda _: changes)
+    return Step(rung, changes, before, after, swapping)
+
+
 def climb(
-    spec: JobSpec, fit: Callable[[JobSpec], Fit | None], *, enough: Callable[[Fit], bool]
+    spec: JobSpec,
+    fit: Callable[[JobSpec], Fit | None],
+    *,
+    enough: Callable[[Fit], bool],
+    first: Step | None = None,
 ) -> Iterator[Step]:
     """Yield the steps that make a job fit, or all that help if it never does.
 
@@ -379,8 +432,12 @@ def climb(
         spec: The job, with its strategy and ranks resolved.
         fit: Returns how a job fits; None if unknown.
         enough: Returns whether a fit is good enough.
+        first: A step that is enough and comes before all others.
     """
     now = fit(spec)
+    if first is not None and now is not None and not enough(now):
+        yield first
+        return
     while now is not None and not enough(now):
         step = _next_step(spec, now, fit)
         if step is None:

@@ -61,6 +61,8 @@ class Predicted:
         disk: By name.
         notes: Assumptions, as sentences for users.
         values: The complete answer, as JSON values.
+        by_card: Bytes → the same for ranks on GPUs of up to that much memory, the smallest first;
+            this prediction is for larger ones.
     """
 
     strategy: str
@@ -73,6 +75,24 @@ class Predicted:
     disk: Mapping[str, int]
     notes: tuple[str, ...]
     values: Mapping[str, Any]
+    by_card: Mapping[int, Predicted] = field(default_factory=dict)
+
+    def on(self, memory: int) -> Predicted:
+        """Return the prediction for a rank on a GPU with this many bytes of memory."""
+        fits = (other for most, other in self.by_card.items() if memory <= most)
+        return next(fits, self)
+
+    def with_cards(self, others: Mapping[str, Predicted]) -> Predicted:
+        """Add the predictions for GPUs of up to these sizes, the smallest first (`{"16GB": …}`).
+
+        Host memory is then that of a machine with all of them.
+        """
+        host = dict(self.host)
+        for name in ("machine", "machine_least"):
+            if name in host:
+                host[name] += sum(other.host[name] - self.host[name] for other in others.values())
+        by_card = {size: dict(other.values) for size, other in others.items()}
+        return Predicted.of(dict(self.values) | {"host": host, "by_card": by_card})
 
     @property
     def work(self) -> Mapping[str, Any] | None:
@@ -123,6 +143,12 @@ class Predicted:
                 disk=dict(values["disk"]),
                 notes=tuple(map(str, values["notes"])),
                 values=values,
+                by_card=dict(
+                    sorted(
+                        (int(size.removesuffix("GB")) << 30, cls.of(other))
+                        for size, other in values.get("by_card", {}).items()
+                    )
+                ),
             )
         except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"a damaged prediction ({error!r})") from None

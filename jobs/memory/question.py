@@ -14,7 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.job import JobKeys
+
+
+_Answer = TypeVar("_Answer")
 
 
 # -- client ---------------------------------------------------------------------------------
@@ -307,8 +310,27 @@ def _config_of(spec: JobKeys) -> dict[str, Any]:
     ).config
 
 
+def _differs(spec: JobSpec, strategy: str) -> bool:
+    """Return whether ranks on GPUs of other sizes need other memory."""
+    return isinstance(spec.swap_blocks, dict) and strategy not in SHARDING
+
+
+def _of_cards(spec: JobSpec, ask: Callable[[JobSpec], _Answer]) -> Predicted | _Answer:
+    """Ask about each size of GPU; return what was answered first if that is no prediction."""
+    assert isinstance(spec.swap_blocks, dict)
+    found: dict[str, Predicted] = {}
+    for size, count in ({"": 0} | spec.swap_blocks).items():
+        one = ask(spec.model_copy(update={"swap_blocks": count}))
+        if not isinstance(one, Predicted):
+            return one
+        found[size] = one
+    return found.pop("").with_cards(found)
+
+
 def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
     """Return a job's cached prediction, or None. Starts no process and never fails."""
+    if _differs(spec, strategy):
+        return _of_cards(spec, lambda one: recall(one, strategy, ranks, on_gpus=on_gpus))
     try:
         return cache.recall(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
     except (UserError, OSError):
@@ -342,6 +364,19 @@ def predict(
         Cancelled: `cancelled` returned True.
     """
     ranks = ranks or world_size(spec)
+    if _differs(spec, strategy):
+        return _of_cards(
+            spec,
+            lambda one: predict(
+                one,
+                server,
+                strategy=strategy,
+                ranks=ranks,
+                on_gpus=on_gpus,
+                refresh=refresh,
+                cancelled=cancelled,
+            ),
+        )
     try:
         job = arranged(spec, strategy, ranks, on_gpus=on_gpus)
     except SpecError as error:

@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
 from jobs.memory.fit import Verdict, candidates
-from jobs.memory.ladder import BITS, fewer_bits, swapping, with_changes
+from jobs.memory.ladder import BITS, fewer_bits, with_changes
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import arranged
-from jobs.memory.seconds import Seconds, seconds_of
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, world_size
 from jobs.units import ordinal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from jobs.memory.cards import Card
     from jobs.memory.fit import Fit
     from jobs.memory.question import Refused
-    from jobs.memory.seconds import Link
+    from jobs.memory.seconds import Seconds
     from jobs.spec.job_spec import JobSpec
 
 _WORTH: Final = 0.95  # of the fastest setup's seconds; less is not worth another prediction
@@ -93,7 +91,7 @@ class Setup:
         else:
             words.append("nothing recomputed")
         if spec.swap_blocks:
-            words.append(f"{spec.swap_blocks} blocks in host memory")
+            words.append(f"{swap_words(spec.swap_blocks)} in host memory")
         return ", ".join(words)
 
 
@@ -136,18 +134,16 @@ class Ranker:
         spec: The same with its strategy and ranks resolved.
         predict: Predicts a job.
         fit: Compares a prediction with the GPUs.
-        card: The GPU.
-        link: What connects the GPUs.
-        factor: Measured over computed seconds on this machine.
+        seconds: Computes the seconds of a step from a prediction.
+        swap: Keeps as few blocks in host memory as are enough; None if that is not possible.
     """
 
     job: JobSpec
     spec: JobSpec
     predict: Callable[[str, int, JobSpec], Predicted | Refused]
     fit: Callable[[Predicted], Fit]
-    card: Card
-    link: Link
-    factor: float = 1.0
+    seconds: Callable[[Predicted], Seconds]
+    swap: Callable[[JobSpec], JobSpec | None]
 
     def rank(self) -> Ranking | None:
         """Rank the setups; None if the job as it is cannot be predicted."""
@@ -211,13 +207,10 @@ class Ranker:
 
     def _try_swapping(self, tightest: Setup) -> None:
         """Keep as few blocks in host memory as are enough."""
-        for count in swapping(tightest.spec):
-            setup = self._changed_from(tightest.spec, {"swap_blocks": count})
-            if setup is None:
-                return
-            if setup.fits:
-                self._tried.append(setup)
-                return
+        changed = self.swap(tightest.spec)
+        setup = None if changed is None else self._setup(changed)
+        if setup is not None and setup.fits:
+            self._tried.append(setup)
 
     # -- predicting ------------------------------------------------------------------------
 
@@ -241,7 +234,7 @@ class Ranker:
             return None
         if not isinstance(predicted, Predicted) or predicted.work is None:
             return None
-        seconds = seconds_of(predicted, self.card, self.link, self.factor)
+        seconds = self.seconds(predicted)
         loses = self._loses(spec.base_precision)
         return Setup(spec, self._differences(spec), predicted, self.fit(predicted), seconds, loses)
 
@@ -299,7 +292,14 @@ class Ranker:
             "backward": backward | ({} if same and sharded else {"linked": 0}),
         }
         values = dict(setup.predicted.values) | {"work": changed}
-        return seconds_of(Predicted.of(values), self.card, self.link, self.factor).middle
+        return self.seconds(Predicted.of(values)).middle
+
+
+def swap_words(swapped: int | Mapping[str, int]) -> str:
+    """Return `24 blocks`, or `24 (16GB) and 8 (24GB) blocks` for GPUs of several sizes."""
+    if isinstance(swapped, int):
+        return f"{swapped} blocks"
+    return f"{' and '.join(f'{count} ({size})' for size, count in swapped.items())} blocks"
 
 
 _MOVED: Final = ("linked", "copied")

@@ -110,8 +110,8 @@ class Seconds:
         }
 
 
-def card_of(rooms: Sequence[Room]) -> Card | str:
-    """Return the slowest card of a job's devices, or why no rates are known."""
+def cards_of(rooms: Sequence[Room]) -> list[Card] | str:
+    """Return the card of each of a job's devices, or why no rates are known."""
     cards = []
     for room in rooms:
         card = card_named(room.kind) if room.kind else None
@@ -123,7 +123,7 @@ def card_of(rooms: Sequence[Room]) -> Card | str:
         cards.append(card)
     if not cards:
         return "no GPU is named; name one, such as --card 4090"
-    return min(cards, key=lambda card: card.half)
+    return cards
 
 
 def link_of(card: Card, rooms: Sequence[Room], measured: float | None = None) -> Link:

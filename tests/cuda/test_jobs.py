@@ -119,7 +119,11 @@ JOBS: Final = (
         ),
         "swapped blocks, ddp": Job(
             2,
-            {"strategy": "ddp", "swap_blocks": 2, "checkpointing_steps": 1}
+            {
+                "strategy": "ddp",
+                "swap_blocks": {"16GB": 2, "24GB": 1},
+                "checkpointing_steps": 1,
+            }
             | SAMPLED
             | {"gradient_checkpointing": True},
         ),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from jobs.memory.fit import Fit, Verdict
 from jobs.memory.predicted import TITLES, Predicted
 from jobs.memory.seconds import PARTS
+from jobs.spec.values.value_types import most_on_card, on_card
 from tui.text.format import gib, size
 from tui.text.tables import table
 
@@ -135,7 +136,7 @@ def better(ranking: Ranking) -> tuple[Setup, str] | None:
         why = f"it moves {size(after.moved)} a step between GPUs, not {size(before.moved)}"
     elif best.recomputed < own.recomputed:
         why = "it recomputes fewer blocks"
-    elif best.spec.swap_blocks < own.spec.swap_blocks:
+    elif most_on_card(best.spec.swap_blocks) < most_on_card(own.spec.swap_blocks):
         why = "it keeps fewer blocks in host memory"
     else:
         why = "all in all it is computed to take less time"
@@ -182,6 +183,21 @@ def ranking_text(ranking: Ranking | str) -> str:
     return "\n".join(lines)
 
 
+def each_text(fits: Sequence[Fit], swapped: int | Mapping[str, int]) -> str:
+    """Return a row for each GPU of a job whose GPUs differ, as each rank has to fit its own."""
+    head = ("GPU", "blocks in host memory", "its rank", "")
+    rows = [
+        (
+            f"{fit.room.name} ({gib(fit.room.total)} GiB)",
+            str(on_card(swapped, fit.room.total)),
+            band(fit.low, fit.high),
+            verdict(fit),
+        )
+        for fit in fits
+    ]
+    return table(head, rows)
+
+
 def keys_text(changes: Mapping[str, Any]) -> str:
     """Write changed keys as in a job file, in one line."""
     return ", ".join(f"{key}: {word(value)}" for key, value in changes.items())
@@ -224,6 +240,8 @@ def word(value: Any) -> str:
     """Format a value as in a job file."""
     if value is None:
         return "null"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {word(one)}' for key, one in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -25,6 +25,7 @@ _MAPPINGS: Final = (
     "deepspeed_config",
     "lora_rank_pattern",
     "lora_alpha_pattern",
+    "swap_blocks",
 )
 
 

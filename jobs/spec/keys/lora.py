@@ -30,6 +30,7 @@ from jobs.spec.values.value_types import (
     LoraInit,
     LoraVariant,
     ModulationPrecision,
+    NumberByCard,
     OptionalNumbers,
     OptionalText,
     OptionalTextList,
@@ -196,15 +197,16 @@ class LoraKeys(Keys):
         resume="ruled",
         no_effect=(not_lora, not_quantized, chosen_by_name),
     )
-    swap_blocks: int = field(
+    swap_blocks: NumberByCard = field(
         0,
         LORA,
         "Blocks whose frozen weights stay in host memory and are copied to the GPU when they "
-        "compute; with strategy: single or ddp.",
+        "compute; with strategy: single or ddp. A number, or one for each size of GPU: {16GB: 24, "
+        "24GB: 8} is 24 blocks on GPUs of up to 16 GB, 8 on those of up to 24, and none on larger "
+        "ones.",
         resume="same",
         no_effect=(not_lora, sharded),
-        ge=0,
-        le=1000,
+        public=True,
     )
     lora_experts: Bool = field(
         False,

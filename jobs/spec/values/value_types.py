@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from jobs.spec.values import spellings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 ModelType = Literal["lora", "full"]
 Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
@@ -68,6 +68,8 @@ _V1_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _FLASH_3: Final = ("flash_3", "flash_attn_3", "flash_attention_3", "fa3")
 _GPU: Final = re.compile(r"(?:GPU|MIG)-\S*")
 _CUDA: Final = re.compile(r"cuda:(\d+)", re.IGNORECASE)
+_CARD: Final = re.compile(r"0*([1-9]\d{0,3})\s*(?:gi?b?)?", re.IGNORECASE)
+_COUNT: Final = re.compile(r"\d{1,3}")
 _SLURM_TIME: Final = re.compile(r"\d+(?::[0-5]?\d(?::[0-5]?\d)?)?|\d+-\d+(?::[0-5]?\d){0,2}")
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 
@@ -305,6 +307,49 @@ def read_numbers(value: Any) -> Any:
     return numbers
 
 
+def read_by_card(value: Any) -> Any:
+    """Read a number for every GPU, or one for each size of GPU: `{16GB: 24}`, `16GB:24,24GB:8`.
+
+    The smallest size comes first. What says nothing, zeros of the largest sizes, is left out.
+    """
+    numbers = value
+    if isinstance(value, str):
+        text = spellings.unquoted(value).strip()
+        if ":" in text and not text.startswith("{"):
+            text = f"{{{text.replace(':', ': ')}}}"
+        numbers = spellings.as_mapping(text) if text.startswith("{") else text
+    parts = numbers.items() if isinstance(numbers, dict) else [(1, numbers)]
+    pairs = [(_CARD.fullmatch(str(size)), _COUNT.fullmatch(str(count))) for size, count in parts]
+    if not all(size and count for size, count in pairs):
+        raise refuse(
+            value, (), "a number up to 999, or one for each size of GPU, such as {16GB: 24}"
+        )
+    read = sorted((int(size[1]), int(count[0])) for size, count in pairs if size and count)
+    if not isinstance(numbers, dict):
+        return read[0][1]
+    while read and not read[-1][1]:
+        read.pop()
+    return {f"{size}GB": count for size, count in read} or 0
+
+
+def on_card(value: int | Mapping[str, int], memory: int | None) -> int:
+    """Return what `read_by_card` read for one GPU.
+
+    Args:
+        value: The number for all GPUs, or those for GPUs of up to each size; 0 for larger ones.
+        memory: Bytes of its memory; None for a rank on the CPU, which counts as larger than all.
+    """
+    if isinstance(value, int):
+        return value
+    fits = (count for size, count in value.items() if memory and memory <= int(size[:-2]) << 30)
+    return next(fits, 0)
+
+
+def most_on_card(value: int | Mapping[str, int]) -> int:
+    """Return the largest number of what `read_by_card` read."""
+    return value if isinstance(value, int) else max(value.values())
+
+
 def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
     """Return the choice that a word names, with or without one of the endings."""
     if isinstance(value, str):
@@ -328,6 +373,7 @@ OptionalNumbers = Annotated[
     dict[str, Annotated[float, Field(gt=0)]] | None, BeforeValidator(read_numbers)
 ]
 SlurmTime = Annotated[str | None, BeforeValidator(read_slurm_time)]
+NumberByCard = Annotated[int | dict[str, int], BeforeValidator(read_by_card)]
 OptionalWords = Annotated[
     list[str] | None, BeforeValidator(read_words), BeforeValidator(spellings.as_none)
 ]

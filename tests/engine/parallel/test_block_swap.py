@@ -19,7 +19,6 @@ from engine.model.meta_device import parameters_on_meta
 from engine.parallel import block_swap
 from engine.parallel.block_swap import SwappedBlocks, place_in_forward, swap_blocks
 from engine.ranks.world import World
-from jobs.errors import UserError
 from jobs.machine.residence import Residence
 from jobs.models.model_config import find_target
 from jobs.spec.job_spec import JobSpec
@@ -94,11 +93,14 @@ def trained(model: Model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("trains_before", [False, True])
-@pytest.mark.parametrize("swapped", [1, 2, 3, 6])
+@pytest.mark.parametrize("swapped", [1, 2, 3, 6, 7])
 def test_swapped_blocks_compute_the_same_and_two_are_there_at_most(
     swapped: int, trains_before: bool, recomputes: bool
 ) -> None:
-    """Also where a block's input needs no gradient, and its backward ends with its adapter's."""
+    """Also where a block's input needs no gradient, and its backward ends with its adapter's.
+
+    Seven are more than there are.
+    """
     options = {"recomputes": recomputes, "trains_before": trains_before}
     expected = trained(built(0, **options))
     model = built(swapped, **options)
@@ -109,7 +111,7 @@ def test_swapped_blocks_compute_the_same_and_two_are_there_at_most(
             module.register_forward_hook(lambda *_: there.append(resident()))
 
     def resident() -> int:
-        return sum(weight.untyped_storage().nbytes() > 0 for weight in frozen) - (6 - swapped)
+        return sum(weight.untyped_storage().nbytes() > 0 for weight in frozen) - max(0, 6 - swapped)
 
     assert resident() == 0
     for one, other in zip(trained(model), expected, strict=True):
@@ -136,11 +138,6 @@ def test_the_next_block_is_copied_while_one_computes() -> None:
         loss.backward()
     # Swapped are the blocks 1, 3 and 5.
     assert copied == [0, 10, 1, 11, 12, 2, 13, 14, 15, 1, 0]
-
-
-def test_more_blocks_than_there_are_is_one_sentence() -> None:
-    with pytest.raises(UserError, match="swap_blocks: 7, but the model has 6 blocks"):
-        built(7)
 
 
 A, B = Residence(boot="a"), Residence(boot="b")
@@ -170,13 +167,59 @@ def test_ranks_of_a_machine_share_memory_that_one_fills(case: str, tmp_path: Pat
             if fails != ("first", "second")[min(rank, 1)]
             else patch.object(block_swap.mmap, "mmap", side_effect=OSError),
         ):
-            mine, fills = block_swap._shared_pages(8192, world)
+            mine, sharing = block_swap._shared_pages(8192, world)
+        fills = sharing[0] == rank
         if mine is not None and fills:
             mine[:2] = here.boot.encode() * 2
         world.barrier()
         return [fills, mine is not None and mine[:2] == here.boot.encode() * 2]
 
     assert on_ranks(pages, len(places), tmp_path) == expected
+
+
+def test_ranks_swap_as_many_blocks_as_their_own_gpu_needs(tmp_path: Path) -> None:
+    """Of GPUs of 16, 24 and 48 GB and another machine's: each block is read by one rank a machine.
+
+    A rank that swaps none takes part in what is collective, and no more.
+    """
+    cards = [48, 16, 24, 16, 16]
+    spec = JobSpec(swap_blocks={16: 4, 24: 1})
+
+    def swapped(rank: int) -> list[Any]:
+        os.environ["LOCAL_RANK"] = str(rank % 4)
+        world = World(rank, len(cards), CPU, "ddp", "t")
+        with torch.device("meta"):
+            model = Model(recomputes=False)
+        with (
+            patch.object(block_swap, "residence", lambda: (A, B)[rank // 4]),
+            patch.object(World, "gpu", lambda _: ("pretended", cards[rank] << 30)),
+        ):
+            swap = swap_blocks(model, spec, FAMILY, world, share=True)
+        if swap is None:
+            world.barrier()
+            return [[], [], True, ""]
+        blocks = [number for number, block in enumerate(model.blocks) if is_in(swap, block)]
+        materialise(model, CPU, hosts=swap.hosts)
+        elsewhere = swap.read_elsewhere()
+        for name, parameter in model.named_parameters():
+            if name.endswith("layer.weight") and name not in elsewhere:
+                torch.nn.init.constant_(parameter, int(name.split(".")[1]) + 1)
+        world.barrier()
+        right = all((model.blocks[n].layer.weight == n + 1).all() for n in blocks)
+        read = [n for n in blocks if f"blocks.{n}.layer.weight" not in elsewhere]
+        return [blocks, read, right, swap.note.partition(" and ")[0]]
+
+    def is_in(swap: SwappedBlocks, block: Any) -> bool:
+        return any(block is one.module for one in swap._blocks)
+
+    large, first, middle, second, alone = on_ranks(swapped, len(cards), tmp_path)
+    assert large[:3] == [[], [], True]
+    assert first[:3] == [[0, 2, 3, 5], [0, 2, 3, 5], True]
+    assert middle[:3] == [[3], [], True]
+    assert second[:3] == [[0, 2, 3, 5], [], True]
+    assert alone[:3] == [[0, 2, 3, 5], [0, 2, 3, 5], True]
+    assert all("shared" in found[3] for found in (first, middle, second))
+    assert "shared" not in alone[3]
 
 
 # -- order and failures --------------------------------------------------------------------

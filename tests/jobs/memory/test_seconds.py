@@ -19,7 +19,7 @@ from jobs.memory.fit import CARD_ROOMS, Fit, Room, Wires, room_of_type
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Server
 from jobs.memory.ranking import Ranking, Setup
-from jobs.memory.seconds import card_of, link_of, seconds_of, why_unknown
+from jobs.memory.seconds import cards_of, link_of, seconds_of, why_unknown
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
 from tests.support.jobs.fake_memory import GIB, predict
@@ -160,10 +160,10 @@ def test_it_says_why_there_are_no_seconds(changes: dict[str, Any], card: str, wh
 
 
 def test_rates_of_another_gpu_or_version_are_unknown() -> None:
-    assert "24 GB" in str(card_of([CARD_ROOMS["24"]]))
-    assert "GTX 1080" in str(card_of([Room("GPU 0", 1, kind="GTX 1080")]))
-    slowest = card_of([CARD_ROOMS["4090"], CARD_ROOMS["3090"]])
-    assert slowest == CARDS["3090"]
+    assert "24 GB" in str(cards_of([CARD_ROOMS["24"]]))
+    assert "GTX 1080" in str(cards_of([Room("GPU 0", 1, kind="GTX 1080")]))
+    both = cards_of([CARD_ROOMS["4090"], CARD_ROOMS["3090"]])
+    assert both == [CARDS["4090"], CARDS["3090"]]
     old = Predicted.of(dict(predicted().values) | {"work": {"schema": 0}})
     assert old.work is None
     assert why_unknown(JobSpec(), old, CARDS["4090"])
@@ -179,7 +179,7 @@ def test_rates_of_another_gpu_or_version_are_unknown() -> None:
     ],
 )
 def test_it_says_whose_rates_are_unknown(kind: str, why: str) -> None:
-    assert card_of([Room("GPU 0", 1, kind=kind)]) == f"no rates are known for {why}"
+    assert cards_of([Room("GPU 0", 1, kind=kind)]) == f"no rates are known for {why}"
     assert seconds_text("the network is not counted").endswith("the network is not counted")
 
 

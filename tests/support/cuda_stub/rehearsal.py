@@ -12,6 +12,7 @@ from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir
 from jobs.spec.families import FAMILIES
 from tests.support.cuda_stub.stub import ROOT
+from tests.support.nvml_stub.stub import gpu
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 STEPS: Final = 3
 _PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
-_GPUS: Final = 4
+_GPUS: Final = (16, 24, 24, 24)  # GiB
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Rehearsal:
         self._cuda = cuda
         self._nvml = nvml
         self._ranks: dict[str, int] = {}
-        nvml.write(_GPUS)
+        nvml.write([gpu(n, memory_total=size << 30) for n, size in enumerate(_GPUS)])
 
     def run(self, jobs: Mapping[str, Job]) -> None:
         """Do all of them, those with equally many ranks in the same processes."""

@@ -27,6 +27,9 @@ def predict(job: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
     whole = not sharded or (lora and job["lora_placement"] == "replicated")
     mine = trained if whole else trained // shards
     weights = PARAMETERS * (width if lora else 4) // (shards if sharded else 1) + mine * 4 * lora
+    swaps = lora and not sharded  # of 60 blocks
+    swapped = PARAMETERS * width * min(job.get("swap_blocks", 0), 60) // 60 if swaps else 0
+    weights -= swapped
     offloaded = job["fsdp_cpu_offload"] and sharded
     tokens = (job["resolution"] / 1024) ** 2 * job["train_batch_size"] * width / 2
     kept = job["gradient_checkpointing"] or job["fsdp_activation_checkpointing"]
@@ -71,15 +74,30 @@ def predict(job: dict[str, Any], ranks: int, strategy: str) -> dict[str, Any]:
         "reserved": reserved,
         "device": [one + sum(beside.values()) for one in reserved],
         "overheads": beside,
-        "host": {"rank": 2 * GIB, "machine": 2 * GIB * ranks},
+        "host": {"rank": 2 * GIB + swapped, "machine": 2 * GIB * ranks + swapped},
         "notes": ["Texts are the longest."],
         "disk": {"checkpoint": 10**6, "checkpoints": 2 * 10**6, "export": 10**6},
-        "work": work_of(job, ranks, sharded=sharded, trained=trained, tokens=tokens, share=share),
+        "work": work_of(
+            job,
+            ranks,
+            sharded=sharded,
+            trained=trained,
+            tokens=tokens,
+            share=share,
+            swapped=swapped,
+        ),
     }
 
 
 def work_of(
-    job: dict[str, Any], ranks: int, *, sharded: bool, trained: int, tokens: float, share: float
+    job: dict[str, Any],
+    ranks: int,
+    *,
+    sharded: bool,
+    trained: int,
+    tokens: float,
+    share: float,
+    swapped: int,
 ) -> dict[str, Any]:
     """What a step computes and moves, of a model of 4,608 tokens at 1024 pixels."""
     forward = round(2 * PARAMETERS * 4608 * tokens)
@@ -89,7 +107,7 @@ def work_of(
     once = {"half": forward, "attention": forward // 4, "kernels": 1000}
     once |= {"bytes": 10**10 + unpacked}
     again = {name: round(number * (1 + share)) for name, number in once.items()}
-    moved = {"linked": gathered, "copied": 0}
+    moved = {"linked": gathered, "copied": swapped}
     return {
         "schema": 1,
         "micro_batches": 1,

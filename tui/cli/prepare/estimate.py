@@ -52,6 +52,15 @@ def _read_counts(context: click.Context, option: click.Parameter, text: str | No
     return list(dict.fromkeys(counts))
 
 
+def _read_cards(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> tuple[str, ...]:
+    cards = tuple(part.strip().lower() for part in (text or "").split(",") if part.strip())
+    if unknown := next((card for card in cards if card not in CARD_ROOMS), None):
+        raise click.BadParameter(f'"{unknown}" is not one of {", ".join(CARD_ROOMS)}')
+    return cards
+
+
 @click.command(name="estimate", cls=JobCommand, context_settings=FLAGS)
 @click.option(
     "--ranks",
@@ -61,10 +70,10 @@ def _read_counts(context: click.Context, option: click.Parameter, text: str | No
 )
 @click.option(
     "--card",
-    type=click.Choice(list(CARD_ROOMS)),
-    metavar="4090|a100|h100|…|24|48|…",
-    help="GPU to fit against, or only its memory in GB (then no seconds are computed); by default "
-    "this machine's GPUs, or 80 if it has none.",
+    callback=_read_cards,
+    metavar="4090|a100|h100|…|16|24|…",
+    help="GPU to fit against, or only its memory in GB (then no seconds are computed); one for "
+    "each rank if they differ: 4080,4090. By default this machine's GPUs, or 80 if it has none.",
 )
 @click.option(
     "--nodes",
@@ -92,7 +101,7 @@ def _read_counts(context: click.Context, option: click.Parameter, text: str | No
 def estimate_job(
     words: tuple[str, ...],
     ranks: list[int],
-    card: str | None,
+    card: tuple[str, ...],
     nodes: list[int],
     network: float,
     step: float | None,
@@ -111,15 +120,20 @@ def estimate_job(
     \b
     fsdp-tui estimate job.yaml --ranks 2,4,8
     fsdp-tui estimate job.yaml --card 4090 --gpus=2
+    fsdp-tui estimate job.yaml --card 16,24
     fsdp-tui estimate --model_family=flux2 --model_type=full --ranks 8,64 --card 80
     fsdp-tui estimate job.yaml --nodes 2,4 --network 25 --step 3.1
     """
+    if len(card) > 1:
+        if ranks:
+            raise UserError("--ranks and several GPUs in --card exclude each other")
+        words = (*words, "--gpus=none", f"--num_processes={len(card)}")
     spec = read_job(words, ignoring=_IGNORED)
     with ProgressLine("measuring the model") as progress:
         progress(0, 1, "…")
         server = Server()
         try:
-            asked = _of_ranks(spec, ranks, server, card)
+            asked = _of_ranks(spec, ranks, server, ",".join(card) or None)
             facts = _facts(asked, ranks or [world_size(spec)], progress)
             facts.across = _across(asked, nodes, network)
         finally:
@@ -187,7 +201,7 @@ def _facts(asked: Estimate, ranks: Sequence[int], progress: Callable[..., None])
             fits: list[Fit] = []
             seconds: Seconds | str = ""
             if isinstance(result, Predicted):
-                here = asked.place.here
+                here = asked.place.here or asked.place.chosen
                 fits = [asked.fit(result)] if here else [asked.fit(result, r) for r in facts.rooms]
                 seconds = asked.seconds(result)
             facts.rows.append(Row(result, fits, seconds))
@@ -240,8 +254,8 @@ def _rooms(asked: Estimate) -> list[Room]:
     if not asked.place.on_gpus:
         return list(asked.place.rooms)
     if not asked.place.here:
-        named = asked.place.rooms[0]
-        return [named] if named.kind else list(CARDS.values())
+        named = list(dict.fromkeys(asked.place.rooms))
+        return named if named[0].kind or len(named) > 1 else list(CARDS.values())
     smallest = min(asked.place.rooms, key=lambda room: room.total)
     return [Room(f"GPU like {smallest.name}", smallest.total), *CARDS.values()]
 
@@ -265,9 +279,10 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
         count = f"{ranks} rank{'s' if ranks > 1 else ''}"
         parts += [
             f"this job, {own.strategy} on {count}, on {fit.room.name}: {words_of.verdict(fit)}",
+            words_of.each_text(asked.each(own), spec.swap_blocks) if asked.each(own) else "",
             asked.place.note,
             words_of.seconds_text(facts.ranking),
-            words_of.phases_text(own),
+            words_of.phases_text(own.on(fit.room.total)),
             words_of.ranking_text(facts.ranking)
             or words_of.advice_text(own.strategy, facts.candidates, facts.advised, ranks),
         ]
@@ -299,6 +314,7 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
         "ranks": world_size(asked.spec),
         "fastest_that_fits": facts.advised,
         "fit": _fit(fit) if fit else None,
+        "each": [_fit(fit) for fit in asked.each(own)] if isinstance(own, Predicted) else [],
         "predictions": [
             {
                 **row.result.values,

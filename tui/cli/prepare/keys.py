@@ -91,7 +91,8 @@ def values_of(name: str) -> str:
             return f"{kind}, or {' or '.join(words)}"
         return " · ".join(words) + (" · pkg.mod.name" if name == "fsdp_auto_wrap_policy" else "")
     if "dict[" in annotation:
-        return "file or mapping" if annotation.startswith("str |") else "mapping"
+        besides = {"str |": "file or ", "int |": "number or "}
+        return f"{besides.get(annotation[:5], '')}mapping"
     if takes_many(name):
         return "number or list" if name in ("gpus", "resolution") else "list"
     if is_switch(name):

@@ -27,6 +27,7 @@ from jobs.errors import UserError
 from jobs.run.events import Event, Step
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
+from tests.support.engine.toy_jobs import pretend_cards
 
 if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
@@ -48,6 +49,7 @@ class Stopping(Telemetry):
 def train(rank: int, ranks: int, jobs: list[tuple[str, dict[str, Any], int | None]]) -> None:
     """Run jobs one after the other: `(run directory, values, step to stop at)`."""
     torch.set_num_threads(1)
+    pretend_cards()
     gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values, stop_at in jobs:
         run_dir = RunDir(Path(name))

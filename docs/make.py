@@ -115,6 +115,7 @@ _PARTS: Final[dict[Path, tuple[str, Callable[[], str]]]] = {
     ROOT / "docs/command-line.md": ("commands", _commands),
     ROOT / "docs/errors.md": ("errors", errors.tables),
     ROOT / "docs/memory-and-estimate.md": ("setups", setups.table),
+    ROOT / "docs/training.md": ("unlike", setups.unlike),
 }
 
 

@@ -17,9 +17,17 @@ sys.path.insert(0, str(ROOT))
 from jobs.memory.calibration import Calibration  # noqa: E402
 from jobs.memory.estimate import Estimate, place_of  # noqa: E402
 from jobs.memory.predicted import Predicted  # noqa: E402
-from jobs.memory.question import Refused, Server, predict  # noqa: E402
+from jobs.memory.question import (  # noqa: E402
+    Refused,
+    Server,
+    arranged,
+    differs_by_card,
+    of_cards,
+    predict,
+)
 from jobs.spec.job_spec import JobSpec  # noqa: E402
-from tui.text.estimate_text import better, keys_text, span  # noqa: E402
+from tui.text.estimate_text import better, keys_text, span, verdict  # noqa: E402
+from tui.text.format import gib  # noqa: E402
 
 if TYPE_CHECKING:
     from jobs.memory.ranking import Ranking, Setup
@@ -49,6 +57,18 @@ JOBS: Final = (
     ("l4", 4, "PixArt-Sigma LoRA", _LORA | {"model_family": "pixart_sigma"}),
 )
 
+# GPUs of several sizes, and what is trained on them.
+_UNLIKE: Final = ("4080,4090", "3090,a6000", "3090,3090,a6000")
+_TRAINED: Final = (
+    ("FLUX.1", {"model_family": "flux"}),
+    ("Qwen-Image", {"model_family": "qwen_image"}),
+    (
+        "Wan 14B, 17 frames of 480 px",
+        {"model_family": "wan", "model_flavour": "2.1-t2v-14b", "resolution": 480}
+        | {"num_frames": 17},
+    ),
+)
+
 
 class Memory:
     """Predictions that are kept, or else made and then kept.
@@ -62,6 +82,11 @@ class Memory:
         self.kept: dict[str, Any] = {}
         if KEPT.exists():
             self.kept = json.loads(KEPT.read_text(encoding="utf-8"))
+
+    def keep(self) -> None:
+        """Write what is known."""
+        lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(self.kept.items()))
+        KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
     def predict(self, strategy: str, ranks: int, spec: JobSpec) -> Predicted | Refused:
         """Return a job's prediction.
@@ -94,7 +119,10 @@ class _Kept(Estimate):
     memory: Memory
 
     def predict(self, strategy: str, ranks: int, spec: JobSpec | None = None) -> Any:
-        return self.memory.predict(strategy, ranks, spec or self.spec)
+        asked = spec or self.spec
+        if differs_by_card(asked, strategy):
+            return of_cards(asked, lambda one: self.predict(strategy, ranks, one))
+        return self.memory.predict(strategy, ranks, asked)
 
 
 def rank(card: str, count: int, keys: dict[str, Any], memory: Memory) -> Ranking:
@@ -137,6 +165,50 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def unlike() -> str:
+    """Return the table of LoRAs on GPUs of several sizes."""
+    memory = Memory()
+    rows = [
+        "| GPUs | LoRA | `fsdp2`, each rank | `ddp`, each rank | `swap_blocks` | stays on the "
+        "larger GPU | a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for card in _UNLIKE:
+        for title, keys in _TRAINED:
+            rows.append(f"| {' | '.join(_on_unlike(card, title, keys, memory))} |")
+    return "\n".join(rows)
+
+
+def _on_unlike(card: str, title: str, keys: dict[str, Any], memory: Memory) -> list[str]:
+    ranks = card.count(",") + 1
+    spec = JobSpec.model_validate(_USUAL | _LORA | keys | {"num_processes": ranks})
+    place = place_of(spec, (), card=card)
+    asked = _Kept(spec, place, Server(), Calibration())
+    asked.memory = memory
+    cells = [" + ".join(room.name for room in place.rooms), title]
+    shards = asked.predict("fsdp2", ranks)
+    fit = asked.fit(shards)
+    cells.append(f"{gib(fit.high)} GiB, {_pace(asked, shards)}: {verdict(fit)}")
+    swapping = asked.swapping(arranged(spec, "ddp", ranks, on_gpus=True))
+    if swapping is None or not isinstance(swapping.swap_blocks, dict):
+        return [*cells, "does not fit", *[""] * 3]
+    own = asked.predict("ddp", ranks, swapping)
+    each = dict.fromkeys(gib(one.high) for one in asked.each(own))
+    cells += [f"{', '.join(each)} GiB", keys_text({"swap_blocks": swapping.swap_blocks})[13:]]
+    there = [own.on(room.total).phases for room in place.rooms]
+    held = [
+        phase.parts["parameters"] for phases in there for phase in phases if phase.name == "load"
+    ]
+    cells.append(f"{gib(max(held) - min(held))} GiB more")
+    return [*cells, _pace(asked, own)]
+
+
+def _pace(asked: Estimate, predicted: Predicted) -> str:
+    seconds = asked.seconds(predicted)
+    assert not isinstance(seconds, str), seconds
+    return f"{span(seconds.low, seconds.high)} s"
+
+
 def _cell(setup: Setup, *, named: bool = False) -> str:
     keys = "" if named or not setup.changes else f" (`{keys_text(setup.changes)}`)"
     seconds = span(setup.seconds.low, setup.seconds.high)
@@ -151,8 +223,11 @@ def main() -> None:
     for card, count, title, keys in JOBS:
         ranking = rank(card, count, keys, memory)
         print(f"{count} × {card} {title}: {len(ranking.setups)} setups", flush=True)
-        lines = (f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(memory.kept.items()))
-        KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        memory.keep()
+    for card in _UNLIKE:
+        for title, keys in _TRAINED:
+            print(_on_unlike(card, title, keys, memory), flush=True)
+            memory.keep()
     server.close()
 
 

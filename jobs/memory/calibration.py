@@ -68,7 +68,7 @@ def read(run_dir: RunDir) -> Predicted | None:
         return predicted
     cards = {status.gpu_memory for status in run_dir.rank_statuses()}
     each = [predicted.on(memory) for memory in cards if memory]
-    return max(each, key=lambda one: one.peak, default=predicted)
+    return max(each, key=lambda of_rank: of_rank.peak, default=predicted)
 
 
 def keep(run_dir: RunDir, spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> None:

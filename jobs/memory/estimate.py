@@ -246,15 +246,20 @@ class Estimate:
             whole = arranged(self.spec, "ddp", world_size(self.spec), on_gpus=True)
         except SpecError:
             return None
-        before, swapping = self.fit(own, room), self._swapping(whole)
+        before, swapping = self.fit(own, room), self.swapping(whole)
         after = None if swapping is None else self._fit(before.room, swapping)
         if swapping is None or after is None:
             return None
         return whole_on_each(self._settled, swapping, before, after)
 
-    def _swapping(self, spec: JobSpec) -> JobSpec | None:
+    def swapping(self, spec: JobSpec) -> JobSpec | None:
+        """Keep as few blocks in host memory as are enough on GPUs of each size; None if none are.
+
+        Args:
+            spec: With its strategy and ranks resolved.
+        """
         rooms = self.place.taken(world_size(spec))
-        return least_swapping(spec, rooms, lambda one, room: self._fit(room, one))
+        return least_swapping(spec, rooms, lambda swapped, room: self._fit(room, swapped))
 
     def alternatives(self) -> Iterator[Step]:
         """Yield changes with any of which the job fits, though it ran out of memory."""
@@ -306,7 +311,7 @@ class Estimate:
         if isinstance(why := self.seconds(own), str):
             return why
         predict = lambda strategy, ranks, spec: self.predict(strategy, ranks, spec)  # noqa: E731
-        ranker = Ranker(self.spec, self._settled, predict, self.fit, self._seconds, self._swapping)
+        ranker = Ranker(self.spec, self._settled, predict, self.fit, self._seconds, self.swapping)
         return ranker.rank() or "the job cannot be predicted"
 
     def _factor(self, card: Card) -> float:

@@ -8,6 +8,7 @@ gives way to a milder variant.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -68,6 +69,8 @@ _RESOLUTIONS: Final = (1024, 768, 512, 384, 256)
 BITS: Final = {"none": 16, "fp8": 8, "fp8_scaled": 8, "int8": 8, "nf4": 4}
 _INTERVALS: Final = (4, 2)  # recompute every n-th block; the cheapest first
 _SWAPPED: Final = (4, 8, 16, 24, 32, 48)  # blocks in host memory; models have 24 to 60
+_MOST_BLOCKS: Final = 60
+_FEWEST_MORE: Final = 4  # blocks; what each GPU keeps is not found out more closely
 # Video lengths: 1 plus a multiple of every family's frame step. The first is the most that a job
 # trains on if it sets no number.
 _FRAMES: Final = (81, 49, 33, 17)
@@ -202,21 +205,22 @@ def least_swapping(
     whole = spec.model_copy(update={"swap_blocks": 0})
     if _swap(whole, _SWAPPED[0]) is None:
         return None
+    counts = range(0, _MOST_BLOCKS + 1, _FEWEST_MORE)
+
+    def fits(count: int, room: Room) -> bool:
+        changed = with_changes(whole, {"swap_blocks": count})
+        after = fit(changed, room) if changed is not None else None
+        return after is not None and after.verdict is Verdict.FITS
+
     least: dict[str, int] = {}
     for room in sorted(rooms, key=lambda room: room.free):
         size = f"{size_sold_as(room.total)}GB"
         if size in least:  # by one with less that is free
             continue
-        for count in (0, *_SWAPPED):
-            changed = with_changes(whole, {"swap_blocks": count})
-            found = fit(changed, room) if changed is not None else None
-            if found is None:
-                return None
-            if found.verdict is Verdict.FITS:
-                least[size] = count
-                break
-        else:
+        enough = bisect_left(counts, True, key=lambda count: fits(count, room))
+        if enough == len(counts):
             return None
+        least[size] = counts[enough]
     alike = len(set(least.values())) == 1
     return with_changes(whole, {"swap_blocks": next(iter(least.values())) if alike else least})
 

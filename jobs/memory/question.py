@@ -310,27 +310,35 @@ def _config_of(spec: JobKeys) -> dict[str, Any]:
     ).config
 
 
-def _differs(spec: JobSpec, strategy: str) -> bool:
+def differs_by_card(spec: JobSpec, strategy: str) -> bool:
     """Return whether ranks on GPUs of other sizes need other memory."""
     return isinstance(spec.swap_blocks, dict) and strategy not in SHARDING
 
 
-def _of_cards(spec: JobSpec, ask: Callable[[JobSpec], _Answer]) -> Predicted | _Answer:
-    """Ask about each size of GPU; return what was answered first if that is no prediction."""
+def of_cards(spec: JobSpec, ask: Callable[[JobSpec], _Answer]) -> Predicted | _Answer:
+    """Predict for ranks on each size of GPU.
+
+    Args:
+        spec: The job, which differs by card.
+        ask: Predicts a job with one number of swapped blocks.
+
+    Returns:
+        The prediction, or the first answer that is none.
+    """
     assert isinstance(spec.swap_blocks, dict)
-    found: dict[str, Predicted] = {}
+    by_size: dict[str, Predicted] = {}
     for size, count in ({"": 0} | spec.swap_blocks).items():
-        one = ask(spec.model_copy(update={"swap_blocks": count}))
-        if not isinstance(one, Predicted):
-            return one
-        found[size] = one
-    return found.pop("").with_cards(found)
+        answer = ask(spec.model_copy(update={"swap_blocks": count}))
+        if not isinstance(answer, Predicted):
+            return answer
+        by_size[size] = answer
+    return by_size.pop("").with_cards(by_size)
 
 
 def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predicted | None:
     """Return a job's cached prediction, or None. Starts no process and never fails."""
-    if _differs(spec, strategy):
-        return _of_cards(spec, lambda one: recall(one, strategy, ranks, on_gpus=on_gpus))
+    if differs_by_card(spec, strategy):
+        return of_cards(spec, lambda alike: recall(alike, strategy, ranks, on_gpus=on_gpus))
     try:
         return cache.recall(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
     except (UserError, OSError):
@@ -364,11 +372,11 @@ def predict(
         Cancelled: `cancelled` returned True.
     """
     ranks = ranks or world_size(spec)
-    if _differs(spec, strategy):
-        return _of_cards(
+    if differs_by_card(spec, strategy):
+        return of_cards(
             spec,
-            lambda one: predict(
-                one,
+            lambda alike: predict(
+                alike,
                 server,
                 strategy=strategy,
                 ranks=ranks,

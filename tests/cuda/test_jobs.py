@@ -346,6 +346,9 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             assert (
                 mine["h2d_aside"] - others.get("h2d_aside", 0) == more > 1.4 * (held[1] - held[0])
             )
+            steps = [one.counts[1]["steps"][-1] for one in (done, plain)]
+            assert steps[0]["h2d"] == steps[1]["h2d"] + 1, "one block on the GPU of 24 GB"
+            assert steps[0]["nccl"] == steps[1]["nccl"]
         case "training adapter":
             assert mine["gemms"] > others["gemms"]
             assert held[0] > held[1]

@@ -241,7 +241,7 @@ def word(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {word(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {word(part)}' for key, part in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -310,7 +310,7 @@ def read_numbers(value: Any) -> Any:
 def read_by_card(value: Any) -> Any:
     """Read a number for every GPU, or one for each size of GPU: `{16GB: 24}`, `16GB:24,24GB:8`.
 
-    The smallest size comes first. What says nothing, zeros of the largest sizes, is left out.
+    The smallest size comes first. Zeros of the largest sizes say nothing and are dropped.
     """
     numbers = value
     if isinstance(value, str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -24,7 +25,8 @@ from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.machine.gpu import Gpu, GpuProcess
 from jobs.machine.procfs import started_at
 from jobs.memory import cache, question
-from jobs.memory.calibration import Calibration, read_calibration, record_beside
+from jobs.memory.calibration import Calibration, keep, read_calibration, record_beside
+from jobs.memory.calibration import read as read_prediction
 from jobs.memory.estimate import Estimate, Place, place_of
 from jobs.memory.fit import (
     CARDS,
@@ -45,6 +47,7 @@ from jobs.memory.question import Refused, Server, arranged
 from jobs.memory.question import predict as ask
 from jobs.models.model_config import find_target
 from jobs.models.model_files import check_config
+from jobs.run.rundir import RankStatus, RunDir
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
@@ -570,6 +573,98 @@ def test_auto_is_told_as_the_launch_will_decide(server: Server) -> None:
     assert told == chosen_strategy(cpu)[0] == "fsdp2"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_on_gpus_of_several_sizes_each_swaps_what_does_not_fit(
+    strategy: str, server: Server
+) -> None:
+    """As few blocks as are enough there, and each rank is held against its own GPU."""
+    sizes = {"10GB": 10, "12GB": 12, "24GB": 24}
+    rooms = [Room(size, gib * GIB, gpu=n) for n, (size, gib) in enumerate(sizes.items())]
+    place = Place(True, (*rooms, replace(rooms[1], held=GIB)), chosen=True)
+    spec = job(
+        num_processes=4,
+        strategy=strategy,
+        mixed_precision="bf16",
+        gradient_checkpointing=True,
+        train_batch_size=2,
+        resolution=768,
+    )
+
+    def asked(**changes: Any) -> Estimate:
+        return Estimate(job(**spec.to_dict() | changes), place, server, Calibration())
+
+    step = asked().first_step()
+    assert step is not None
+    swapped = step.changes["swap_blocks"]
+    assert [*swapped] == ["10GB", "12GB"]
+    assert step.before.room == step.after.room
+    changed = asked(**step.changes)
+    own = changed.own
+    assert isinstance(own, Predicted)
+    each = changed.each(own)
+    assert [fit.room.name for fit in each] == ["10GB", "12GB", "12GB", "24GB"]
+    assert all(fit.verdict is Verdict.FITS for fit in each)
+    assert changed.first_step() is None
+    for size, count in swapped.items():
+        other = asked(strategy="ddp", swap_blocks=swapped | {size: count - 4}).own
+        assert isinstance(other, Predicted)
+        short = {f.room.name for f in changed.each(other) if f.verdict is not Verdict.FITS}
+        assert short == {size}
+    alone = {n: asked(strategy="ddp", swap_blocks=n).own for n in (0, *swapped.values())}
+    machine = {n: one.host["machine"] for n, one in alone.items() if isinstance(one, Predicted)}
+    more = sum(machine[count] - machine[0] for count in swapped.values())
+    assert own.host["machine"] == machine[0] + more > machine[0]
+    recalled = question.recall(changed.spec, "ddp", 4, on_gpus=True)
+    assert recalled == own, "as the launch and the run directory have it"
+    assert Predicted.of(json.loads(json.dumps(own.values))) == own
+
+
+def test_setups_for_unlike_gpus_swap_by_their_size(server: Server) -> None:
+    spec = job(num_processes=2, mixed_precision="bf16", gradient_checkpointing=True, lora_rank=16)
+    spec = spec.model_copy(update={"resolution": 1024, "train_batch_size": 2})
+    place = place_of(spec, (), card="4080,4090")
+    asked = Estimate(spec, place, server, Calibration())
+    ranking = asked.ranking()
+    assert not isinstance(ranking, str), ranking
+    exact = ranking.exact
+    assert exact is not None
+    assert exact.changes["strategy"] == "ddp"
+    assert [*exact.changes["swap_blocks"]] == ["16GB"]
+    assert "(16GB) blocks in host memory" in exact.title
+    alone = {
+        card: Estimate(spec, place_of(spec, (), card=card), server, Calibration())
+        for card in ("4080", "4090")
+    }
+    counts = {"4080": exact.changes["swap_blocks"]["16GB"], "4090": 0}
+    seconds = []
+    for card, one in alone.items():
+        own = one.predict("ddp", 2, exact.spec.model_copy(update={"swap_blocks": counts[card]}))
+        assert isinstance(own, Predicted)
+        found = one.seconds(own)
+        assert not isinstance(found, str)
+        seconds.append(found.middle)
+    assert exact.seconds.middle == pytest.approx(max(seconds)), "all wait for the slower one"
+
+
+def test_a_run_is_compared_with_the_rank_that_needs_the_most(
+    server: Server, tmp_path: Path
+) -> None:
+    spec = job(num_processes=2, strategy="ddp", swap_blocks={16: 24, 24: 8}, device="cuda")
+    predicted = ask(spec, server, strategy="ddp", ranks=2)
+    assert isinstance(predicted, Predicted)
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    keep(run_dir, spec, "ddp", 2, on_gpus=True)
+    for cards, most in (((16, 24), 24), ((16, 16), 16), ((16, 48), 48)):
+        for rank, gib in enumerate(cards):
+            facts = (rank, 1, 0.0, "host", "cuda:0", "train", 1, 0.0, 0.0)
+            run_dir.rank_file(rank).write_text(RankStatus(*facts, gpu_memory=gib * GIB).to_json())
+        found = read_prediction(run_dir)
+        assert found is not None
+        assert found.peak == predicted.on(most * GIB).peak
+    assert predicted.on(16 * GIB).peak < predicted.on(24 * GIB).peak < predicted.peak
+
+
 def test_a_strategy_that_cannot_run_is_told_and_the_others_are_not_hurt(server: Server) -> None:
     spec = job(num_processes=2, optimizer="adafactor", gradient_checkpointing=True)
     found = Estimate(spec, Place(True, (CARDS[80],), here=False), server, Calibration())
@@ -856,6 +951,31 @@ def test_this_machines_gpus_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "on GPU" in said.output.splitlines()[0]
     assert "GPU like GPU 0" in said.output
     assert "fits" in said.output
+
+
+@pytest.mark.usefixtures("_faked")
+def test_a_gpu_can_be_named_for_each_rank() -> None:
+    lora = ("--model_family=flux", "--gradient_checkpointing=true", "--mixed_precision=bf16")
+    words = (*lora, "--train_batch_size=2", "--card", "16,24,24")
+    said = run(*words)
+    assert said.exit_code == 0, said.output
+    assert "this job, fsdp2 on 3 ranks" in said.output
+    swapping = (*words, "--strategy=ddp", "--swap_blocks={16GB: 32}")
+    found = json.loads(run(*swapping, "--json").output)
+    assert [(fit["on"], fit["verdict"]) for fit in found["each"]] == [
+        ("16 GB", "fits"),
+        ("24 GB", "fits"),
+        ("24 GB", "fits"),
+    ]
+    assert found["each"][0]["high"] < found["each"][1]["high"]
+    text = run(*swapping).output
+    assert re.search(r"16 GB \(15.9 GiB\) +32 ", text)
+    assert re.search(r"24 GB \(24.0 GiB\) +0 ", text)
+    for more, match in (
+        (("--card", "16,23"), '"23" is not one of 24, 48'),
+        (("--card", "16,24", "--ranks", "2"), "exclude each other"),
+    ):
+        assert match in str(run(*lora, *more).exception)
 
 
 def test_every_family_has_a_first_flavour_to_ask_about() -> None:

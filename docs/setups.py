@@ -26,6 +26,7 @@ from jobs.memory.question import (  # noqa: E402
     predict,
 )
 from jobs.spec.job_spec import JobSpec  # noqa: E402
+from jobs.spec.rules.steps import accumulation_steps  # noqa: E402
 from tui.text.estimate_text import better, keys_text, span, verdict  # noqa: E402
 from tui.text.format import gib  # noqa: E402
 
@@ -58,6 +59,7 @@ JOBS: Final = (
 )
 
 # GPUs of several sizes, and what is trained on them.
+_BATCH: Final = {"global_batch_size": 12}
 _UNLIKE: Final = ("4080,4090", "3090,a6000", "3090,3090,a6000")
 _TRAINED: Final = (
     ("FLUX.1", {"model_family": "flux"}),
@@ -100,6 +102,7 @@ class Memory:
                 spec.base_precision,
                 str(spec.gradient_checkpointing and spec.gradient_checkpointing_interval),
                 str(spec.swap_blocks),
+                *(("accumulates",) if accumulation_steps(spec) > 1 else ()),
             )
         )
         if key not in self.kept and self._server is not None:
@@ -170,8 +173,8 @@ def unlike() -> str:
     memory = Memory()
     rows = [
         "| GPUs | LoRA | `fsdp2`, each rank | `ddp`, each rank | `swap_blocks` | stays on the "
-        "larger GPU | a step |",
-        "|---|---|---|---|---|---|---|",
+        "larger GPU | a step | `batch_shares` | a step with these |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for card in _UNLIKE:
         for title, keys in _TRAINED:
@@ -181,30 +184,33 @@ def unlike() -> str:
 
 def _on_unlike(card: str, title: str, keys: dict[str, Any], memory: Memory) -> list[str]:
     ranks = card.count(",") + 1
-    spec = JobSpec.model_validate(_USUAL | _LORA | keys | {"num_processes": ranks})
+    spec = JobSpec.model_validate(_USUAL | _LORA | keys | _BATCH | {"num_processes": ranks})
     place = place_of(spec, (), card=card)
     asked = _Kept(spec, place, Server(), Calibration())
     asked.memory = memory
     cells = [" + ".join(room.name for room in place.rooms), title]
     shards = asked.predict("fsdp2", ranks)
     fit = asked.fit(shards)
-    cells.append(f"{gib(fit.high)} GiB, {_pace(asked, shards)}: {verdict(fit)}")
+    cells.append(f"{gib(fit.high)} GiB, {_pace(asked, shards, spec)}: {verdict(fit)}")
     swapping = asked.swapping(arranged(spec, "ddp", ranks, on_gpus=True))
     if swapping is None or not isinstance(swapping.swap_blocks, dict):
-        return [*cells, "does not fit", *[""] * 3]
+        return [*cells, "does not fit", *[""] * 5]
     own = asked.predict("ddp", ranks, swapping)
     each = dict.fromkeys(gib(one.high) for one in asked.each(own))
-    cells += [f"{', '.join(each)} GiB", keys_text({"swap_blocks": swapping.swap_blocks})[13:]]
+    cells += [f"{', '.join(each)} GiB", keys_text({"": swapping.swap_blocks})[2:]]
     there = [own.on(room.total).phases for room in place.rooms]
     held = [
         phase.parts["parameters"] for phases in there for phase in phases if phase.name == "load"
     ]
     cells.append(f"{gib(max(held) - min(held))} GiB more")
-    return [*cells, _pace(asked, own)]
+    sharing = asked.sharing(swapping)
+    assert sharing is not None
+    cells += [_pace(asked, own, swapping), keys_text({"": sharing.batch_shares})[2:]]
+    return [*cells, _pace(asked, own, sharing)]
 
 
-def _pace(asked: Estimate, predicted: Predicted) -> str:
-    seconds = asked.seconds(predicted)
+def _pace(asked: Estimate, predicted: Predicted, spec: JobSpec) -> str:
+    seconds = asked.seconds(predicted, spec)
     assert not isinstance(seconds, str), seconds
     return f"{span(seconds.low, seconds.high)} s"
 

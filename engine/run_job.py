@@ -56,7 +56,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import sizes_of
 from jobs.spec.rules.lora_conflicts import may_scale
-from jobs.spec.rules.steps import steps_of, with_total_steps
+from jobs.spec.rules.steps import accumulation_steps, steps_of, with_total_steps
 from jobs.spec.rules.strategy import checkpoints_activations
 from jobs.spec.rules.warnings import find_warnings
 
@@ -142,7 +142,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
             strategy_reason=world.reason,
             samples=len(data.index.samples),
             global_batch=data.plan.global_batch,
-            accumulation=loader.forwards,
+            accumulation=accumulation_steps(spec),
             steps_per_epoch=data.plan.steps_per_epoch,
             trained_parameters=sum(p.numel() for p in training.trained().values()),
             base_matmul=spec.base_matmul if may_scale(spec) else None,

@@ -11,12 +11,18 @@ import torch
 
 from engine.data.encode.tensor_cache import nonfinite
 from engine.data.encode.texts import TrainedTexts
-from engine.data.index.batch_plan import Draw, positions_of_rank
+from engine.data.index.batch_plan import Draw, positions_of
 from engine.diffusion.objective import NoiseDraw
 from engine.diffusion.random_numbers import drops_caption, sample_generators
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
-from jobs.spec.rules.steps import accumulation_steps, steps_of
+from jobs.spec.rules.steps import (
+    accumulation_steps,
+    forwards_of_ranks,
+    micro_batches_of,
+    share_on_card,
+    steps_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,14 +93,15 @@ class Loader:
     next micro-batch is in pinned memory, and only the requested one is on the device.
 
     Attributes:
-        forwards: Micro-batches per step.
+        forwards: Micro-batches of this rank in a step.
     """
 
     def __init__(
         self, spec: JobSpec, data: Prepared, world: World, family: Family, objective: Objective
     ) -> None:
         self._spec = spec
-        self.forwards = accumulation_steps(spec)
+        self._micros = _micro_batches(spec, world)
+        self.forwards = len(self._micros)
         self._data = data
         self._world = world
         self._family = family
@@ -172,12 +179,7 @@ class Loader:
 
     def _read(self, step: int) -> list[_Read]:
         draws = self._data.plan.draws(step)
-        parts = [
-            positions_of_rank(
-                self._world.data_rank, self._world.data_size, micro, self._spec.train_batch_size
-            )
-            for micro in range(self.forwards)
-        ]
+        parts = [positions_of(micro, self._spec.train_batch_size) for micro in self._micros]
         return [self._micro_batch(step, draws, positions) for positions in parts]
 
     def _micro_batch(self, step: int, draws: tuple[Draw, ...], positions: range) -> _Read:
@@ -228,3 +230,13 @@ class Loader:
             {name: tensor.to(device, non_blocking=True) for name, tensor in condition.items()},
             None if batch.weight is None else batch.weight.to(device, non_blocking=True),
         )
+
+
+def _micro_batches(spec: JobSpec, world: World) -> list[int]:
+    """Return which of a step's micro-batches this rank computes; a collective."""
+    forwards = accumulation_steps(spec)
+    counts = [forwards] * world.data_size
+    if isinstance(spec.batch_shares, dict):  # not sharded, so each rank has samples of its own
+        shares = world.gather(share_on_card(spec, world.gpu()[1]))
+        counts = forwards_of_ranks(shares, forwards * world.data_size)
+    return micro_batches_of(counts, world.data_rank)

@@ -24,6 +24,7 @@ from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
 from engine.train.nonfinite import Judge
 from engine.train.optimizer import decides_on_device, step_unless
+from jobs.spec.rules.steps import accumulation_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,7 @@ class Stepper:
         late: bool | None = None,
     ) -> None:
         self._spec = spec
+        self._forwards = accumulation_steps(spec)
         self._family = family
         self._objective = objective
         self._training = training
@@ -247,7 +249,8 @@ class Stepper:
                 last = number == count or self._spec.fsdp_cpu_offload
                 model.set_requires_all_reduce(last)
             with self._measured("forward"):
-                loss = self._loss(batch) / count
+                # Averaged over the ranks, of which each may compute another number.
+                loss = self._loss(batch) / self._forwards
             del batch  # before the next one comes to the device
             self._hear(wait=False)
             if number == count:

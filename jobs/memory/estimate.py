@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -32,11 +34,19 @@ from jobs.memory.fit import (
     worst,
 )
 from jobs.memory.host_memory import host_bytes
-from jobs.memory.ladder import alternatives, climb, least_swapping, loosen, whole_on_each
+from jobs.memory.ladder import (
+    alternatives,
+    climb,
+    least_swapping,
+    loosen,
+    whole_on_each,
+    with_changes,
+)
 from jobs.memory.question import Refused, arranged, predict
 from jobs.memory.ranking import Ranker
 from jobs.memory.seconds import cards_of, link_of, seconds_of, why_unknown
 from jobs.paths import cache_home, state_home
+from jobs.spec.rules.steps import forwards_of_ranks, share_on_card
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
 if TYPE_CHECKING:
@@ -53,6 +63,8 @@ if TYPE_CHECKING:
     from jobs.spec.keys.data import DataKeys
 
     Found = Predicted | Refused
+
+_FINEST_SHARE: Final = 4  # of one forward of the slowest GPU
 
 
 @dataclass(frozen=True)
@@ -280,24 +292,59 @@ class Estimate:
         whys = (why_unknown(spec or self.spec, predicted, card) for card in cards)
         if why := next(filter(None, whys), ""):
             return why
-        return self._seconds(predicted)
+        return max(self._each_seconds(predicted, spec or self.spec), key=_middle)
 
-    def _seconds(self, predicted: Predicted) -> Seconds:
+    def _each_seconds(self, predicted: Predicted, spec: JobSpec) -> list[Seconds]:
+        """Return the seconds of a step on each GPU, alone."""
         rooms = self.place.taken(predicted.ranks)
         cards = cards_of(rooms)
         assert not isinstance(cards, str), "see `seconds`"
+        forwards = self._forwards(predicted, spec, rooms)
         links = [self._link(card, rooms, alike=len(set(cards)) == 1) for card in cards]
         slowest = min(links, key=lambda link: link.rates)
-        each = {
-            (card, room.total): seconds_of(
+        return [
+            seconds_of(
                 predicted.on(room.total),
                 card,
                 replace(slowest, host=link.host),
                 self._factor(card),
+                count,
             )
-            for card, link, room in zip(cards, links, rooms, strict=True)
-        }
-        return max(each.values(), key=lambda seconds: seconds.middle)
+            for card, link, room, count in zip(cards, links, rooms, forwards, strict=True)
+        ]
+
+    def _forwards(
+        self, predicted: Predicted, spec: JobSpec, rooms: Sequence[Room]
+    ) -> Sequence[int | None]:
+        """Return the forwards in a step on each GPU; None where all compute as many."""
+        if isinstance(spec.batch_shares, int) or predicted.strategy != "ddp":
+            return [None] * len(rooms)
+        assert predicted.work is not None
+        shares = [share_on_card(spec, room.total) for room in rooms]
+        return forwards_of_ranks(shares, predicted.ranks * int(predicted.work["micro_batches"]))
+
+    def sharing(self, spec: JobSpec) -> JobSpec | None:
+        """Share out a step's forwards by how fast the GPUs are; None if that is not possible.
+
+        Args:
+            spec: With its strategy and ranks resolved.
+        """
+        rooms = self.place.taken(world_size(spec))
+        if spec.strategy != "ddp" or len({size_sold_as(room.total) for room in rooms}) < 2:
+            return None
+        alike = spec.model_copy(update={"batch_shares": 1})
+        predicted = self.predict("ddp", world_size(spec), alike)
+        if isinstance(predicted, Refused) or isinstance(self.seconds(predicted, alike), str):
+            return None
+        slowest: dict[str, float] = {}  # of each size, as all of it have one share
+        for room, seconds in zip(rooms, self._each_seconds(predicted, alike), strict=True):
+            size = f"{size_sold_as(room.total)}GB"
+            slowest[size] = max(slowest.get(size, 0.0), seconds.middle)
+        faster = [Fraction(max(slowest.values()) / one) for one in slowest.values()]
+        speeds = [speed.limit_denominator(_FINEST_SHARE) for speed in faster]
+        whole = math.lcm(*(speed.denominator for speed in speeds))
+        shares = {size: int(s * whole) for size, s in zip(slowest, speeds, strict=True)}
+        return with_changes(spec, {"batch_shares": shares})
 
     def _link(self, card: Card, rooms: Sequence[Room], *, alike: bool) -> Link:
         measured = self.calibration.links.get(card.key) if self.place.here else None
@@ -311,7 +358,15 @@ class Estimate:
         if isinstance(why := self.seconds(own), str):
             return why
         predict = lambda strategy, ranks, spec: self.predict(strategy, ranks, spec)  # noqa: E731
-        ranker = Ranker(self.spec, self._settled, predict, self.fit, self._seconds, self.swapping)
+        ranker = Ranker(
+            self.spec,
+            self._settled,
+            predict,
+            self.fit,
+            lambda of, job: max(self._each_seconds(of, job), key=_middle),
+            self.swapping,
+            self.sharing,
+        )
         return ranker.rank() or "the job cannot be predicted"
 
     def _factor(self, card: Card) -> float:
@@ -337,6 +392,10 @@ class Estimate:
             return self.fit(result, Room(room.name, room.total)).verdict is Verdict.FITS
 
         return fewest(fits, group_of(spec or self.spec))
+
+
+def _middle(seconds: Seconds) -> float:
+    return seconds.middle
 
 
 def _fits(fit: Fit) -> bool:

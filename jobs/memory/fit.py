@@ -182,7 +182,7 @@ def candidates(spec: RecipeKeys, ranks: int) -> tuple[str, ...]:
         or (spec.model_type == "lora" and spec.lora_placement == "sharded")
     )
     able: Sequence[str] = SHARDING if needs_shards else FASTEST_FIRST[1:]
-    if spec.model_type == "lora" and spec.swap_blocks:
+    if (spec.model_type == "lora" and spec.swap_blocks) or isinstance(spec.batch_shares, dict):
         able = ("ddp",)
     replicas = spec.dp_replicate_size or 2
     divides = ranks % (replicas * spec.context_parallel_size) == 0

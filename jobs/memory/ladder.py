@@ -234,7 +234,8 @@ def _fsdp2(spec: RecipeKeys) -> Changes | None:
     if world_size(spec) < 2 or spec.strategy not in ("ddp", "hsdp"):
         return None
     changes: dict[str, Any] = {"strategy": "fsdp2", "dp_replicate_size": None, "fsdp_enable": None}
-    return changes | ({"swap_blocks": 0} if spec.swap_blocks else {})
+    alike = {"batch_shares": 1} if isinstance(spec.batch_shares, dict) else {}
+    return changes | alike | ({"swap_blocks": 0} if spec.swap_blocks else {})
 
 
 def _placement(spec: RecipeKeys) -> Changes | None:

@@ -267,7 +267,7 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
         "dp_replicate_size": replicas if strategy == "hsdp" else None,
     }
     if sharding:
-        changes["swap_blocks"] = 0
+        changes |= {"swap_blocks": 0, "batch_shares": 1}
     else:
         changes |= {"lora_placement": "replicated", "context_parallel_size": 1}
         if spec.fsdp_activation_checkpointing:  # has the same effect without FSDP

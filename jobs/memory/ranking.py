@@ -35,6 +35,7 @@ _SHOWN: Final = (
     "base_precision",
     "base_matmul",
     "swap_blocks",
+    "batch_shares",
     "gradient_checkpointing",
     "gradient_checkpointing_policy",
     "fsdp_activation_checkpointing",
@@ -92,6 +93,9 @@ class Setup:
             words.append("nothing recomputed")
         if spec.swap_blocks:
             words.append(f"{swap_words(spec.swap_blocks)} in host memory")
+        if isinstance(spec.batch_shares, dict):
+            each = (f"{share} on {size}" for size, share in spec.batch_shares.items())
+            words.append(f"forwards shared out {' and '.join(each)}")
         return ", ".join(words)
 
 
@@ -134,16 +138,18 @@ class Ranker:
         spec: The same with its strategy and ranks resolved.
         predict: Predicts a job.
         fit: Compares a prediction with the GPUs.
-        seconds: Computes the seconds of a step from a prediction.
+        seconds: Computes the seconds of a step from the prediction of a job.
         swap: Keeps as few blocks in host memory as are enough; None if that is not possible.
+        share: Shares out a step's forwards by how fast the GPUs are; None likewise.
     """
 
     job: JobSpec
     spec: JobSpec
     predict: Callable[[str, int, JobSpec], Predicted | Refused]
     fit: Callable[[Predicted], Fit]
-    seconds: Callable[[Predicted], Seconds]
+    seconds: Callable[[Predicted, JobSpec], Seconds]
     swap: Callable[[JobSpec], JobSpec | None]
+    share: Callable[[JobSpec], JobSpec | None]
 
     def rank(self) -> Ranking | None:
         """Rank the setups; None if the job as it is cannot be predicted."""
@@ -155,6 +161,8 @@ class Ranker:
             changed = self.spec.model_copy(update=base)
             for strategy in candidates(changed, world_size(changed)):
                 self._try(strategy, base)
+        for setup in [setup for setup in self._tried if setup.fits]:
+            self._try_sharing(setup)
         by_title = {setup.title: setup for setup in reversed(self._tried)}  # the job itself wins
         kept = [setup for setup in by_title.values() if setup.fits or setup is own]
         return Ranking(own, sorted(kept, key=lambda setup: setup.seconds.middle))
@@ -212,6 +220,13 @@ class Ranker:
         if setup is not None and setup.fits:
             self._tried.append(setup)
 
+    def _try_sharing(self, alike: Setup) -> None:
+        """Have the faster GPUs compute more forwards."""
+        changed = self.share(alike.spec)
+        setup = None if changed is None else self._setup(changed)
+        if setup is not None and setup.seconds.middle < _WORTH * alike.seconds.middle:
+            self._tried.append(setup)
+
     # -- predicting ------------------------------------------------------------------------
 
     def _changed(self, strategy: str, changes: dict[str, Any]) -> Setup | None:
@@ -234,7 +249,7 @@ class Ranker:
             return None
         if not isinstance(predicted, Predicted) or predicted.work is None:
             return None
-        seconds = self.seconds(predicted)
+        seconds = self.seconds(predicted, spec)
         loses = self._loses(spec.base_precision)
         return Setup(spec, self._differences(spec), predicted, self.fit(predicted), seconds, loses)
 
@@ -292,7 +307,7 @@ class Ranker:
             "backward": backward | ({} if same and sharded else {"linked": 0}),
         }
         values = dict(setup.predicted.values) | {"work": changed}
-        return self.seconds(Predicted.of(values)).middle
+        return self.seconds(Predicted.of(values), setup.spec).middle
 
 
 def swap_words(swapped: int | Mapping[str, int]) -> str:

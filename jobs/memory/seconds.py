@@ -163,7 +163,13 @@ def why_unknown(spec: RecipeKeys, predicted: Predicted, card: Card) -> str:
     return ""
 
 
-def seconds_of(predicted: Predicted, card: Card, link: Link, factor: float = 1.0) -> Seconds:
+def seconds_of(
+    predicted: Predicted,
+    card: Card,
+    link: Link,
+    factor: float = 1.0,
+    forwards: int | None = None,
+) -> Seconds:
     """Compute the seconds of an optimizer step.
 
     Args:
@@ -171,10 +177,11 @@ def seconds_of(predicted: Predicted, card: Card, link: Link, factor: float = 1.0
         card: The GPU.
         link: What connects the GPUs.
         factor: Measured over computed seconds of compute on this machine.
+        forwards: Of the rank in a step, if not as many as on the others.
     """
     work = predicted.work
     assert work is not None, "see why_unknown"
-    times = int(work["micro_batches"])
+    times = forwards or int(work["micro_batches"])
     forward, backward, step = work["forward"], work["backward"], work["step"]
     low, high = (
         _step(forward, backward, step, card, link, times, end) * (factor if end else 1.0)

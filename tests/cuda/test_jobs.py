@@ -127,6 +127,14 @@ JOBS: Final = (
             | SAMPLED
             | {"gradient_checkpointing": True},
         ),
+        "forwards shared out": Job(
+            2,
+            {
+                "strategy": "ddp",
+                "gradient_accumulation_steps": 2,
+                "batch_shares": {"16GB": 1, "24GB": 3},
+            },
+        ),
         "training adapter": Job(1, SAMPLED, adapted_by="one gpu"),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
         "class images": Job(
@@ -233,6 +241,7 @@ COMPARED: Final = {
     "selective checkpointing": "one gpu",
     "sharded lora": "fsdp2",
     "swapped blocks, ddp": "ddp",
+    "forwards shared out": "ddp",
     "training adapter": "one gpu",
     "class images": "fsdp2",
     "cpu offload": "fsdp2 full",
@@ -349,6 +358,12 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             steps = [one.counts[1]["steps"][-1] for one in (done, plain)]
             assert steps[0]["h2d"] == steps[1]["h2d"] + 1, "one block on the GPU of 24 GB"
             assert steps[0]["nccl"] == steps[1]["nccl"]
+        case "forwards shared out":
+            gemms, calls = (
+                [c["steps"][-1][kind] for c in done.counts] for kind in ("gemms", "nccl")
+            )
+            assert gemms == [others["gemms"], 3 * others["gemms"]]
+            assert calls == [others["nccl"]] * 2, "gradients are averaged once"
         case "training adapter":
             assert mine["gemms"] > others["gemms"]
             assert held[0] > held[1]

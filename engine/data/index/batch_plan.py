@@ -479,17 +479,14 @@ class _StepPacker:
         return number
 
 
-def positions_of_rank(rank: int, ranks: int, micro_batch: int, micro_batch_size: int) -> range:
-    """Return the positions of the global batch that a rank computes in one forward.
+def positions_of(micro_batch: int, size: int) -> range:
+    """Return the positions of the global batch that one forward computes.
 
     Args:
-        rank: The rank.
-        ranks: World size.
-        micro_batch: Index of the forward within the step.
-        micro_batch_size: Samples per rank and forward.
+        micro_batch: Index of the forward among those of all ranks in a step.
+        size: Samples per forward.
     """
-    start = (micro_batch * ranks + rank) * micro_batch_size
-    return range(start, start + micro_batch_size)
+    return range(micro_batch * size, (micro_batch + 1) * size)
 
 
 def nth_variant(count: int, turn: int, *key: object) -> int:

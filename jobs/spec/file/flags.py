@@ -26,6 +26,7 @@ _MAPPINGS: Final = (
     "lora_rank_pattern",
     "lora_alpha_pattern",
     "swap_blocks",
+    "batch_shares",
 )
 
 

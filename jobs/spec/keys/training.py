@@ -15,6 +15,8 @@ from jobs.spec.rules.no_effect import (
     not_adam,
     not_compiled,
     not_polynomial,
+    one_rank,
+    sharded,
     with_context_parallel,
     with_epochs,
     with_global_batch,
@@ -28,6 +30,7 @@ from jobs.spec.values.value_types import (
     CheckpointPolicy,
     LRScheduler,
     NonFinite,
+    NumberByCard,
     Optimizer,
     Precision,
     choice,
@@ -71,6 +74,17 @@ class TrainingKeys(Keys):
         no_effect=with_global_batch,
         label="accumulation",
         ge=1,
+    )
+    batch_shares: NumberByCard = field(
+        1,
+        TRAINING,
+        "How the forwards of a step are shared out over GPUs of several sizes, with strategy: ddp: "
+        "{16GB: 1, 24GB: 3} gives GPUs of up to 24 GB, and larger ones, three times as many as "
+        "those of up to 16. Each has one at least.",
+        resume="same",
+        no_effect=(one_rank, sharded),
+        memory=False,
+        public=True,
     )
     max_train_steps: Annotated[int | None, BeforeValidator(as_none)] = field(
         1000,

@@ -5,6 +5,7 @@ All code gets these numbers from here, since some keys follow from others.
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from jobs.errors import SpecError
 from jobs.spec.rules.data_conflicts import Conflict
-from jobs.spec.rules.strategy import data_parallel_size, world_size
+from jobs.spec.rules.strategy import data_parallel_size, shards, world_size
+from jobs.spec.values.value_types import most_on_card, on_card
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,6 +52,45 @@ def is_whole_batch(spec: RecipeKeys) -> bool:
 def _one_forward(spec: RecipeKeys, ranks: int | None = None) -> int:
     """Return the samples that all ranks together compute in one forward pass."""
     return data_parallel_size(spec, ranks) * spec.train_batch_size
+
+
+# -- forwards of each rank ------------------------------------------------------------------------
+
+
+def share_on_card(spec: TrainingKeys, memory: int | None) -> int:
+    """Return the share of a step's forwards of a rank on a GPU with this many bytes of memory.
+
+    A GPU that is larger than all sizes has the largest share; so has a rank on the CPU (None).
+    """
+    return on_card(spec.batch_shares, memory) or most_on_card(spec.batch_shares)
+
+
+def forwards_of_ranks(shares: Sequence[int], forwards: int) -> list[int]:
+    """Share out the forwards of a step, so that all ranks are done as early as possible.
+
+    Args:
+        shares: Of each rank: how many it computes while another one of share 1 computes one.
+        forwards: Of all ranks together, at least one for each.
+    """
+    counts = [1] * len(shares)
+    ends = [(Fraction(2, share), rank) for rank, share in enumerate(shares)]
+    heapq.heapify(ends)
+    for _ in range(forwards - len(shares)):
+        _, rank = ends[0]
+        counts[rank] += 1
+        heapq.heapreplace(ends, (Fraction(counts[rank] + 1, shares[rank]), rank))
+    return counts
+
+
+def micro_batches_of(counts: Sequence[int], rank: int) -> list[int]:
+    """Return which micro-batches of a step a rank computes, dealt out in rounds.
+
+    Args:
+        counts: How many each rank computes.
+        rank: Whose.
+    """
+    rounds = [r for turn in range(max(counts)) for r, most in enumerate(counts) if turn < most]
+    return [number for number, whose in enumerate(rounds) if whose == rank]
 
 
 # -- number of steps ----------------------------------------------------------------------------
@@ -257,6 +298,27 @@ def _either(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
+def _shares(spec: RecipeKeys) -> Conflict | None:
+    shares, key = spec.batch_shares, "batch_shares"
+    if isinstance(shares, int):
+        return None
+    if not all(shares.values()):
+        return Conflict(key, "each share is 1 or more", named=True)
+    if shards(spec):
+        return Conflict(
+            key,
+            "batch_shares needs strategy: ddp, since ranks of FSDP wait for each "
+            "other in every forward",
+        )
+    if world_size(spec) > 1 and accumulation_steps(spec) < 2:
+        return Conflict(
+            key,
+            f"batch_shares needs more than one forward for each rank; set global_batch_size: "
+            f"{2 * _one_forward(spec)} or more",
+        )
+    return None
+
+
 def _length(spec: TrainingKeys) -> Conflict | None:
     if spec.max_train_steps is None or spec.num_train_epochs is None:
         return None
@@ -277,4 +339,4 @@ def _warmup(spec: RecipeKeys) -> Conflict | None:
     return Conflict("lr_warmup_steps", f"lr_warmup_steps ({warmup}) is more than {of} ({steps})")
 
 
-STEP_RULES: Final = (_global_batch, _length, _warmup)
+STEP_RULES: Final = (_global_batch, _shares, _length, _warmup)

@@ -175,6 +175,8 @@ def _settled(spec: RecipeKeys) -> tuple[str, str] | None:
         return "fsdp2", "lora_placement: sharded needs it"
     if spec.model_type == "lora" and spec.swap_blocks:
         return "ddp", "swap_blocks needs it"
+    if isinstance(spec.batch_shares, dict):
+        return "ddp", "batch_shares needs it"
     return None
 
 

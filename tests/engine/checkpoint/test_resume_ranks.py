@@ -35,8 +35,10 @@ FREE: Final = {
     "base_precision": "none",
 }
 LOKR: Final = {"lora_variant": "lokr", "lora_rank": 2}
-SWAPPED: Final = {"strategy": "ddp", "swap_blocks": 2}
-# On GPUs of 16 and 24 GB (`toy_jobs`), before it goes on with as many on all.
+# On GPUs of 16 and 24 GB (`toy_jobs`).
+SHARED_OUT: Final = {"batch_shares": {"16GB": 1, "24GB": 3}}
+SWAPPED: Final = {"strategy": "ddp", "swap_blocks": 2} | SHARED_OUT
+# Before it goes on as if on GPUs of one size.
 SWAPPED_BY_CARD: Final = SWAPPED | {"swap_blocks": {"16GB": 3, "24GB": 1}}
 # A global batch of 4 on any number of ranks.
 ACCUMULATION: Final = {1: 4, 2: 2, 4: 1}

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.e2e
 # accumulation, offload, swapped blocks, an average, half precision. All others are slow.
 FAST: Final = {
     Case("ddp 2", "lora", "sgd"),
-    Case("ddp 2, blocks swapped by card", "lora", "sgd"),
+    Case("ddp 2, by size of GPU", "lora", "sgd"),
     Case("fsdp2 2", "full", "sgd"),
     Case("fsdp2 2", "full", "adamw"),
     Case("fsdp2 2, accumulated", "lora", "sgd"),

@@ -644,6 +644,16 @@ def test_setups_for_unlike_gpus_swap_by_their_size(server: Server) -> None:
         assert not isinstance(found, str)
         seconds.append(found.middle)
     assert exact.seconds.middle == pytest.approx(max(seconds)), "all wait for the slower one"
+    values = spec.to_dict() | {"global_batch_size": 24, "gradient_accumulation_steps": None}
+    shared = Estimate(job(**values), place, server, Calibration())
+    faster = shared.ranking()
+    assert not isinstance(faster, str), faster
+    assert faster.exact is not None
+    shares = faster.exact.changes["batch_shares"]
+    assert 1 < shares["24GB"] / shares["16GB"] < 2.5
+    alike = next(setup for setup in faster.setups if setup.changes == exact.changes)
+    assert faster.exact.seconds.middle < 0.9 * alike.seconds.middle
+    assert faster.exact.fit == alike.fit
 
 
 def test_a_run_is_compared_with_the_rank_that_needs_the_most(

@@ -294,6 +294,21 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "swap_blocks is not supported with text_encoder_lora_rank",
         ),
         (
+            {"batch_shares": {16: 0, 24: 3}, "num_processes": 2, "global_batch_size": 4},
+            "batch_shares",
+            "each share is 1 or more",
+        ),
+        (
+            {"batch_shares": {16: 1}, "num_processes": 2, "strategy": "fsdp2"},
+            "batch_shares",
+            "batch_shares needs strategy: ddp, since ranks of FSDP wait for each other",
+        ),
+        (
+            {"batch_shares": {16: 1}, "num_processes": 2, "train_batch_size": 3},
+            "batch_shares",
+            "more than one forward for each rank; set global_batch_size: 12 or more",
+        ),
+        (
             {"swap_blocks": 2, "num_processes": 2, "strategy": "fsdp2"},
             "swap_blocks",
             "swap_blocks needs strategy: single or ddp, since FSDP shards the base",
@@ -607,6 +622,7 @@ def test_the_number_of_ranks(values: dict[str, Any], ranks: int) -> None:
         ({"num_processes": 4, "strategy": "hsdp"}, "hsdp", "set in job"),
         ({"num_processes": 4, "context_parallel_size": 2}, "fsdp2", "context parallelism"),
         ({"num_processes": 2, "swap_blocks": 4}, "ddp", "swap_blocks needs it"),
+        ({"num_processes": 2, "batch_shares": {16: 1}}, "ddp", "batch_shares needs it"),
     ],
 )
 def test_the_strategy_and_why(values: dict[str, Any], strategy: str, why: str) -> None:

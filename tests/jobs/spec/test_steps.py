@@ -11,14 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import SpecError
+from jobs.spec.file.flags import parse_flags, to_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.steps import (
     accumulation_steps,
+    forwards_of_ranks,
     global_batch_size,
+    micro_batches_of,
     periodic_saves,
+    share_on_card,
     steps_of,
     total_steps,
     with_total_steps,
@@ -227,3 +231,67 @@ def test_what_follows_is_said_where_it_cannot_be_filled_in() -> None:
     assert "gradient_accumulation_steps" not in find_inapplicable(read(num_processes=2))
     reasons = find_inapplicable(read(num_processes=2, global_batch_size=8))
     assert reasons["gradient_accumulation_steps"] == "global_batch_size sets it to 4"
+
+
+# -- GPUs of several sizes -----------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 12))
+def test_forwards_are_shared_out_so_that_the_last_rank_is_done_first(
+    shares: list[int], more: int
+) -> None:
+    """Each rank has one at least, all are computed once, and moving one ends later or as late."""
+    forwards = len(shares) + more
+    counts = forwards_of_ranks(shares, forwards)
+    assert sum(counts) == forwards
+    assert min(counts) >= 1
+    ends = [Fraction(count, share) for count, share in zip(counts, shares, strict=True)]
+    movable = [end for end, count in zip(ends, counts, strict=True) if count > 1]
+    for count, share in zip(counts, shares, strict=True):
+        assert Fraction(count + 1, share) >= max(movable, default=0)
+    each = [micro_batches_of(counts, rank) for rank in range(len(shares))]
+    assert sorted(number for own in each for number in own) == [*range(forwards)]
+    assert [len(own) for own in each] == counts
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_equal_shares_are_dealt_as_without_shares(ranks: int, forwards: int) -> None:
+    counts = forwards_of_ranks([3] * ranks, forwards * ranks)
+    assert counts == [forwards] * ranks
+    for rank in range(ranks):
+        assert micro_batches_of(counts, rank) == [n * ranks + rank for n in range(forwards)]
+
+
+def test_a_gpu_beyond_all_sizes_and_a_cpu_have_the_largest_share() -> None:
+    spec = read(batch_shares={"24GB": 2, 16: 1, 48: 5})
+    sizes = {None: 5, 12: 1, 16: 1, 23: 2, 24: 2, 32: 5, 80: 5}
+    assert {n: share_on_card(spec, n and n << 30) for n in sizes} == sizes
+    assert share_on_card(read(), 16 << 30) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        (3, 3),
+        ("3", 3),
+        ({16: 24}, {"16GB": 24}),
+        ("{24: 0, 16GB: 24}", {"16GB": 24}),
+        ("24gb:8,16:24", {"16GB": 24, "24GB": 8}),
+        ({"16 GiB": "4"}, {"16GB": 4}),
+        ({16: 0}, 0),
+        ("{}", 0),
+    ],
+)
+def test_a_number_by_size_of_gpu_is_read_however_it_is_written(written: Any, value: Any) -> None:
+    spec = read(swap_blocks=written, num_processes=1)
+    assert spec.swap_blocks == value
+    assert [*(spec.swap_blocks if isinstance(spec.swap_blocks, dict) else ())] == [
+        *(value if isinstance(value, dict) else ())
+    ]
+    assert load_spec(None, parse_flags(to_flags(spec))[0]).swap_blocks == value
+
+
+@pytest.mark.parametrize("written", ["x", {16: -1}, {16: 2.5}, True, {"a": 1}, 1000, "1:2:3", [3]])
+def test_what_is_no_number_by_size_of_gpu_is_refused(written: Any) -> None:
+    with pytest.raises(ValueError, match="one for each size of GPU, such as"):
+        read(swap_blocks=written)

@@ -67,8 +67,11 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 
 LORA_ONLY: Final[dict[str, dict[str, Any]]] = {
     "one process, swapped blocks": ALONE | {"gradient_accumulation_steps": 2, "swap_blocks": 2},
-    "ddp 2, blocks swapped by card": LAYOUTS["ddp 2"]
-    | {"swap_blocks": {"16GB": 3, "24GB": 1}, "gradient_checkpointing": True},
+    # On GPUs of 16 and 24 GB, see `toy_jobs`: one forward in a step, and three.
+    "ddp 2, by size of GPU": LAYOUTS["ddp 2"]
+    | {"train_batch_size": 1, "gradient_accumulation_steps": 2}
+    | {"batch_shares": {"16GB": 1, "24GB": 3}, "swap_blocks": {"16GB": 3, "24GB": 1}}
+    | {"gradient_checkpointing": True},
     "fsdp2 2, sharded lora": SHARDED | {"lora_placement": "sharded"},
     "hsdp 2x2, sharded lora": LAYOUTS["hsdp 2x2"] | {"lora_placement": "sharded"},
     "fsdp2 2, sharded lora, accumulated": LAYOUTS["fsdp2 2, accumulated"]

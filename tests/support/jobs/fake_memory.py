@@ -107,10 +107,11 @@ def work_of(
     once = {"half": forward, "attention": forward // 4, "kernels": 1000}
     once |= {"bytes": 10**10 + unpacked}
     again = {name: round(number * (1 + share)) for name, number in once.items()}
+    at_once = ranks * job["train_batch_size"]
     moved = {"linked": gathered, "copied": swapped}
     return {
         "schema": 1,
-        "micro_batches": 1,
+        "micro_batches": (job.get("global_batch_size") or at_once) // at_once,
         "forward": once | moved,
         "backward": again | moved,
         "step": {"linked": 8 * trained * (ranks - 1) // ranks, "bytes": 0, "host_bytes": 0},

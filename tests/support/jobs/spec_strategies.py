@@ -127,6 +127,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "keep_in_full_precision": st.none() | st.lists(_MODULE, max_size=2),
     "base_matmul": st.sampled_from(["auto", "dequantize"]),
     "swap_blocks": st.just(0),
+    "batch_shares": st.just(1),
     "text_encoder_lora_rank": st.just(0),
     "text_encoder_learning_rate": st.none() | st.floats(1e-6, 10),
     "lora_alpha": st.none() | st.floats(1e-6, 1e6),

@@ -49,6 +49,10 @@ class MicroBatch:
         condition: Encoded captions, each `(B, …)`, in the layout of `Family.arrange`; and latents
             of conditioning images (`engine.families.shared.references`).
         weight: Error weights, `(B,)`, or `(B, 1, h, w)` in a job with masks; None if all are equal.
+        to_base: Whether the target is the base's own prediction.
+        asks_base: Whether to compute that prediction; where ranks share weights, all of them do for
+            one of them.
+        preserved: The condition with which the base's prediction is preserved, if it is.
     """
 
     positions: range
@@ -56,6 +60,9 @@ class MicroBatch:
     drawn: NoiseDraw
     condition: dict[str, torch.Tensor]
     weight: torch.Tensor | None = None
+    to_base: bool = False
+    asks_base: bool = False
+    preserved: dict[str, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class _Read:
-    """A micro-batch in host memory; `condition` is None until its texts are encoded."""
+    """A micro-batch in host memory; conditions are None until their texts are encoded."""
 
     draws: list[Draw]
     positions: range
@@ -84,6 +91,10 @@ class _Read:
     references: dict[str, torch.Tensor]
     condition: dict[str, torch.Tensor] | None
     weight: torch.Tensor | None
+    to_base: bool
+    asks_base: bool
+    preserved_texts: list[Text]
+    preserved: dict[str, torch.Tensor] | None
 
 
 class Loader:
@@ -172,10 +183,20 @@ class Loader:
         condition = batch.condition
         if condition is not None:
             condition = {name: tensor.pin_memory() for name, tensor in condition.items()}
+        preserved = batch.preserved
+        if preserved is not None:
+            preserved = {name: tensor.pin_memory() for name, tensor in preserved.items()}
         drawn = NoiseDraw(*(tensor.pin_memory() for tensor in batch.drawn))
         weight = None if batch.weight is None else batch.weight.pin_memory()
         latents = batch.latents.pin_memory()
-        return replace(batch, latents=latents, drawn=drawn, condition=condition, weight=weight)
+        return replace(
+            batch,
+            latents=latents,
+            drawn=drawn,
+            condition=condition,
+            weight=weight,
+            preserved=preserved,
+        )
 
     def _read(self, step: int) -> list[_Read]:
         draws = self._data.plan.draws(step)
@@ -196,12 +217,40 @@ class Loader:
         references = collate([self._data.references_of(draws[place]) for place in positions])
         if self._data.is_from_first(draws[positions[0]]):  # then the entire batch is
             references |= first_frame_of(latents)
-        condition = None
+        own = [draws[position] for position in positions]
+        preserved_texts = [text for text in map(self._data.preserved_of, own) if text is not None]
+        condition = preserved = None
         if self._data.texts.ahead:
             condition = self._encoded(texts, pictures) | references
-        weight = torch.stack(given) if given else None
-        own = [draws[position] for position in positions]
-        return _Read(own, positions, latents, drawn, texts, pictures, references, condition, weight)
+            if preserved_texts:
+                preserved = self._encoded(preserved_texts, pictures) | references
+        return _Read(
+            own,
+            positions,
+            latents,
+            drawn,
+            texts,
+            pictures,
+            references,
+            condition,
+            torch.stack(given) if given else None,
+            self._data.is_to_base(own[0]),  # then the entire batch is
+            self._asks_base(draws, positions),
+            preserved_texts,
+            preserved,
+        )
+
+    def _asks_base(self, draws: tuple[Draw, ...], positions: range) -> bool:
+        """Return whether this rank computes the base's prediction for a micro-batch.
+
+        Sharded weights are gathered by all ranks together, so each of them does if one needs it;
+        all know the whole step's plan.
+        """
+        if not self._world.shards:
+            return self._data.is_to_base(draws[positions[0]])
+        together = self._world.data_size * len(positions)
+        begin = positions[0] // together * together
+        return any(map(self._data.is_to_base, draws[begin : begin + together : len(positions)]))
 
     def _text(self, step: int, position: int, draw: Draw) -> Text:
         """Return the sample's caption, or the empty one if this draw drops it."""
@@ -223,12 +272,22 @@ class Loader:
         condition = batch.condition
         if condition is None:  # the encoders share the device with training
             condition = self._encoded(batch.texts, batch.pictures) | batch.references
+        preserved = batch.preserved
+        if preserved is None and batch.preserved_texts:
+            preserved = self._encoded(batch.preserved_texts, batch.pictures) | batch.references
+
+        def moved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
         return MicroBatch(
             batch.positions,
             batch.latents.to(device, non_blocking=True),
             NoiseDraw(*(tensor.to(device, non_blocking=True) for tensor in batch.drawn)),
-            {name: tensor.to(device, non_blocking=True) for name, tensor in condition.items()},
+            moved(condition),
             None if batch.weight is None else batch.weight.to(device, non_blocking=True),
+            batch.to_base,
+            batch.asks_base,
+            None if preserved is None else moved(preserved),
         )
 
 

@@ -16,9 +16,11 @@ from engine.data.index.views import count_views, fit_whole, shown, view_of
 from engine.data.read.class_images import cache_root
 from engine.data.read.images import PictureError, decode
 from engine.data.report import (
+    PlanBucket,
     changed_since,
     make_plan,
     make_report,
+    preserved_texts,
     sample_texts,
     summary,
 )
@@ -31,7 +33,7 @@ from jobs.run.rundir import write_atomic
 from jobs.spec.families import needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
-from jobs.spec.rules.steps import steps_of, with_total_steps
+from jobs.spec.rules.steps import preserves, steps_of, with_total_steps
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ class Prepared:
         index: The samples to train on.
         plan: Assigns samples to steps.
         captions: Per sample, the texts that it cycles through.
+        preserved: Per sample, these texts with `preservation_class`; empty without `preservation`.
         latents: The cache of latents.
         latent_keys: Maps a sample and a view to a key in `latents`; held-out samples are numbered
             after the others.
@@ -72,6 +75,7 @@ class Prepared:
     index: DataIndex
     plan: BatchPlan
     captions: Sequence[tuple[str, ...]]
+    preserved: Sequence[tuple[str, ...]]
     latents: TensorCache
     latent_keys: LatentKeys
     texts: Texts
@@ -118,6 +122,19 @@ class Prepared:
     def dropped_of(self, draw: Draw) -> Text:
         """Return the text of a draw whose caption is dropped."""
         return _dropped(draw, self.index.samples, self.spec)
+
+    def preserved_of(self, draw: Draw) -> Text | None:
+        """Return the text with which the base's prediction is preserved, whatever is dropped."""
+        if not preserves(self.spec):
+            return None
+        if self.spec.preservation == "blank":
+            return self.dropped_of(draw)
+        return _caption(draw, self.preserved, self.index.samples, self.spec)
+
+    def is_to_base(self, draw: Draw) -> bool:
+        """Return whether a draw's target is the base's own prediction."""
+        bucket = self.plan.buckets[draw.sample]
+        return isinstance(bucket, PlanBucket) and bucket.to_base
 
     def prompt(
         self, text: str, *, negative: bool = False, images: Sequence[str] = ()
@@ -178,7 +195,10 @@ def prepare(run: RunContext) -> Prepared:
     run = replace(run, spec=spec)
     run.telemetry.total_steps, run.telemetry.steps_per_epoch = steps_of(spec), plan.steps_per_epoch
     captions = [sample_texts(sample, spec) for sample in index.samples]
+    preserved = preserved_texts(index.samples, captions, spec)
     views, texts = _drawn(spec, plan, captions, index.samples)
+    if spec.preservation == "class" and preserved:
+        texts += _drawn(spec, plan, preserved, index.samples)[1]
     views += [(len(index.samples) + number, 0) for number in range(len(held))]
     pictures = read_pictures(spec)
     texts += [_held_text(sample, spec) for sample in held] + _prompts(spec, pictures)
@@ -191,7 +211,19 @@ def prepare(run: RunContext) -> Prepared:
     prepare_masks(run, masks, cache, keys, index.samples, views)
     weights = LossWeights(spec, index.samples, masks)
     loss_weights = weights if weights.active else None
-    return Prepared(spec, index, plan, captions, cache, keys, encoded, held, loss_weights, pictures)
+    return Prepared(
+        spec,
+        index,
+        plan,
+        captions,
+        preserved,
+        cache,
+        keys,
+        encoded,
+        held,
+        loss_weights,
+        pictures,
+    )
 
 
 def view_number(draw: Draw, spec: DataPlanKeys) -> int:
@@ -229,7 +261,8 @@ def _drawn(
 
     A job that ends before its first full pass over the data prepares only what it uses.
     """
-    drops, views = spec.caption_dropout_probability > 0, count_views(spec)
+    blank = preserves(spec) and spec.preservation == "blank"
+    drops, views = blank or spec.caption_dropout_probability > 0, count_views(spec)
     everything = len(captions) * max(views, *(len(own) for own in captions))
     if steps_of(spec) * plan.global_batch >= everything:
         pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]

@@ -7,10 +7,10 @@ import os
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine.data.index.batch_plan import BatchPlan, shares_of
-from engine.data.index.captions import texts_of
+from engine.data.index.captions import texts_of, with_class
 from engine.data.index.data_index import hold_out, weights_of
 from engine.data.index.views import count_views, cut_share
 from engine.data.read.class_images import has_class_images
@@ -19,7 +19,7 @@ from engine.data.read.masks import names_mask
 from jobs.paths import expand
 from jobs.spec.families import get_family
 from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
-from jobs.spec.rules.steps import global_batch_size, total_steps
+from jobs.spec.rules.steps import global_batch_size, preserves, total_steps, trains_to_base
 from jobs.spec.values.datasets import datasets_of, find_layout
 from jobs.spec.values.resolutions import all_resolutions
 
@@ -202,18 +202,38 @@ class DataReport:
 
 def make_plan(spec: JobSpec, index: DataIndex) -> BatchPlan:
     """Plan the batches of the job; the result is the same on every rank."""
-    datasets = datasets_of(spec)
+    datasets, to_base = datasets_of(spec), datasets_to_base(spec)
     members = Counter(sample.dataset for sample in index.samples)
     shares = shares_of(datasets, [members[number] for number in range(len(datasets))])
     return BatchPlan(
-        [sample.group for sample in index.samples],
+        [PlanBucket(sample.group, sample.dataset in to_base) for sample in index.samples],
         global_batch_size(spec),
         spec.seed,
         shares,
         micro_batch=spec.train_batch_size,
         images=[(sample.dataset, sample.name) for sample in index.samples],
-        cost=_pixels,
+        cost=lambda bucket: _pixels(bucket.group),
+        first=lambda bucket: bucket.to_base,
     )
+
+
+class PlanBucket(NamedTuple):
+    """What samples of a micro-batch share.
+
+    Attributes:
+        group: Their shapes, see `Sample.group`.
+        to_base: Whether the base's own prediction is their target.
+    """
+
+    group: Any
+    to_base: bool
+
+
+def datasets_to_base(spec: JobSpec) -> set[int]:
+    """Return the numbers of the datasets whose samples' target is the base's own prediction."""
+    if not trains_to_base(spec):
+        return set()
+    return {number for number, dataset in enumerate(datasets_of(spec)) if dataset.regularization}
 
 
 def _pixels(group: Any) -> int:
@@ -224,10 +244,34 @@ def _pixels(group: Any) -> int:
 
 def sample_texts(sample: Sample, spec: InputKeys) -> tuple[str, ...]:
     """Return the texts of a sample, which training cycles through."""
+    return texts_of(sample.captions, spec, _trigger(sample, spec))
+
+
+def preserved_texts(
+    samples: Sequence[Sample], captions: Sequence[tuple[str, ...]], spec: JobSpec
+) -> list[tuple[str, ...]]:
+    """Return each sample's texts with the class for the trigger word; () without `preservation`.
+
+    Args:
+        samples: The samples to train on.
+        captions: Per sample, its texts.
+        spec: The job.
+    """
+    if not preserves(spec):
+        return []
+    triggers = [_trigger(sample, spec) for sample in samples]
+    name = spec.preservation_class or ""
+    return [
+        tuple(with_class(text, trigger, name) for text in own)
+        for own, trigger in zip(captions, triggers, strict=True)
+    ]
+
+
+def _trigger(sample: Sample, spec: InputKeys) -> str | None:
+    """Return the trigger word of a sample's captions, if they have one."""
     dataset = datasets_of(spec)[sample.dataset]
-    # The trigger word names the learned subject, which regularization samples do not show.
-    trigger = None if dataset.regularization else spec.trigger_word
-    return texts_of(sample.captions, spec, dataset.trigger_word or trigger)
+    # It names the learned subject, which regularization samples do not show.
+    return dataset.trigger_word or (None if dataset.regularization else spec.trigger_word)
 
 
 def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> DataReport:
@@ -258,7 +302,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         handled=_handled(index),
         cautions=[*_drawn_often(spec, plan), *_cautions(spec, index, texts, tokens)],
         datasets=_datasets(spec, index, plan),
-        buckets=_buckets(index, plan),
+        buckets=_buckets(spec, index, plan),
         bucket_steps=sorted({bucket_step(side, spec) for side in all_resolutions(spec)}),
         texts=len(distinct),
         masked=sum(bool(image.mask) for image in _images(index.samples)),
@@ -459,12 +503,12 @@ def _datasets(spec: InputKeys, index: DataIndex, plan: BatchPlan) -> list[Datase
     ]
 
 
-def _buckets(index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
-    draws = plan.bucket_draws
+def _buckets(spec: JobSpec, index: DataIndex, plan: BatchPlan) -> list[BucketReport]:
+    draws, to_base = plan.bucket_draws, datasets_to_base(spec)
     reports = []
     for bucket, samples in index.by_bucket().items():
         cuts = [cut_share(s.width, s.height, _size(s)) for s in samples]
-        groups = {sample.group for sample in samples}
+        groups = {PlanBucket(s.group, s.dataset in to_base) for s in samples}
         reports.append(
             BucketReport(
                 size=list(bucket),

@@ -15,7 +15,7 @@ from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
-from jobs.spec.rules.steps import accumulation_steps
+from jobs.spec.rules.steps import accumulation_steps, passes
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy, world_size
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def predict(
     if spec.optimizer == SCHEDULE_FREE and not layout.offload:
         averages = sum(parameter.size for parameter in trained)
     walk = _walk(trace, layout, base, spec)
-    walk.step(accumulation_steps(spec, ranks))
+    walk.step(accumulation_steps(spec, ranks) * passes(spec))
     workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
     phases = {name: Phase(name, parts) for name, parts in walk.peaks.items()}
     phases["optimizer"] = Phase(

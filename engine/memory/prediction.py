@@ -18,6 +18,7 @@ PHASES: Final = (
     "load",
     "text_cache",
     "latent_cache",
+    "base",
     "forward",
     "backward",
     "optimizer",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.memory.tracing.timeline import work_of
 from engine.memory.walk import REDUCED, cost_of, kept_unit, swapped_of, swaps_of
 from jobs.memory.predicted import WORK_SCHEMA
-from jobs.spec.rules.steps import accumulation_steps
+from jobs.spec.rules.steps import accumulation_steps, base_forwards, passes
 
 if TYPE_CHECKING:
     from engine.memory.predict import Trained
@@ -75,7 +75,11 @@ def work_and_traffic(
     each_time = layout.offload  # replicas then meet after each micro-batch
     return {
         "schema": WORK_SCHEMA,
-        "micro_batches": accumulation_steps(spec, ranks),
+        "micro_batches": accumulation_steps(spec, ranks) * passes(spec),
+        "base_forwards": base_forwards(spec, ranks),
+        "base": asdict(work_of(trace.timeline, "base"))
+        # What it leaves gathered, the next forward finds.
+        | {"linked": round(of_blocks), "copied": fetched},
         "forward": asdict(work_of(trace.timeline, "forward"))
         | {"linked": round(sum(received.values())), "copied": fetched},
         "backward": asdict(work_of(trace.timeline, "backward"))

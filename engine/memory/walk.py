@@ -251,6 +251,8 @@ class Walk:
         if mark.kind == "begin":
             self._phase = mark.name
             if self._phase != "backward":
+                for name in self.swapped:  # a forward without a backward has released its last one
+                    self._gathered.pop(name, None)
                 self._copy(*list(self.swapped)[:1])
         elif mark.kind == "end":
             if mark.name == "backward":
@@ -306,8 +308,10 @@ class Walk:
         if self.behind and name:
             place = self._order.index(name)
             named = self._order[max(0, place - self.behind) : place][::-1]
-        if not named and name in self._forwards and (place := self._forwards.index(name)):
-            named = [self._forwards[place - 1]]
+        if not named and name in self._forwards:
+            # As torch does, by the last of several forwards.
+            place = len(self._forwards) - 1 - self._forwards[::-1].index(name)
+            named = self._forwards[max(0, place - 1) : place]
         for other in named:
             self._request(other)
 

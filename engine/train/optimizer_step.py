@@ -11,27 +11,29 @@ import math
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import mse_loss
 
 from engine.diffusion.objective import loss_of
 from engine.diffusion.random_numbers import keyed_generator
 from engine.families.shared.references import loss_inputs
+from engine.model.adapters.lora import without_adapter
 from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
 from engine.train.nonfinite import Judge
 from engine.train.optimizer import decides_on_device, step_unless
-from jobs.spec.rules.steps import accumulation_steps
+from jobs.spec.rules.steps import accumulation_steps, passes, preserves, trains_to_base
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from engine.data.loader import Loader, MicroBatch
-    from engine.diffusion.objective import Objective
+    from engine.diffusion.objective import NoisySample, Objective
     from engine.families import Family
     from engine.ranks.telemetry import Peaks
     from engine.ranks.world import World
@@ -52,6 +54,8 @@ class StepResult:
     Attributes:
         step: Which one, counted from 1.
         loss: Mean over the global batch.
+        base_loss: The part of `loss` that holds the adapter to the base's own prediction; None in a
+            job without such a part.
         norm: Global gradient norm before clipping.
         origin: Of a step that was skipped, since loss or gradient were not finite: which ranks and
             samples that comes from, "" if it is not known; None of others.
@@ -63,6 +67,7 @@ class StepResult:
 
     step: int
     loss: float
+    base_loss: float | None
     norm: float
     origin: str | None
     scale: float | None
@@ -161,6 +166,7 @@ class Stepper:
         self._averager.watch()
         self._judge = Judge(spec, training, loader, world)
         # Whether training continues after a step that is skipped.
+        self._has_base = trains_to_base(spec) or preserves(spec)
         self._may_skip = spec.on_nonfinite == "skip" or training.scaler is not None
         requested = world.device.type == "cuda" if late is None else late
         self._late = requested and self._can_be_late()
@@ -187,10 +193,10 @@ class Stepper:
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
         )
-        losses, waited = self.accumulate(step)
+        losses, base_loss, waited = self.accumulate(step)
         with self._measured("step"):
-            numbers = self._reduce(losses)
-            del losses
+            numbers = self._reduce(losses, base_loss)
+            del losses, base_loss
             rate = float(self._training.scheduler.get_last_lr()[0])
             if self._late:
                 numbers = self._update_on_device(numbers)
@@ -223,7 +229,7 @@ class Stepper:
         """Whether the memory of the next step is measured; the same on every rank."""
         return self._done < _MEASURED_FIRST or self._done % _MEASURED_EVERY == 0
 
-    def accumulate(self, step: int) -> tuple[torch.Tensor, float]:
+    def accumulate(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Run forward and backward of each micro-batch; gradients are left on the parameters.
 
         FSDP2 reduces and scatters the gradients of each micro-batch, and sums the shards in fp32:
@@ -231,83 +237,131 @@ class Stepper:
         would save communication and keep the whole model's gradients in fp32 on every rank. What
         is whole on a rank anyway is summed up there, and averaged once.
 
+        With `preservation`, a micro-batch has two passes one after the other: one graph at a time
+        is in memory. Passes and their forwards are the same in number on all ranks.
+
         Returns:
-            Each micro-batch's part of the mean loss, `(n,)` on the device, and the seconds of
-            waiting for data.
+            Each micro-batch's part of the mean loss, `(n,)` on the device; the sum of what of it
+            holds the adapter to the base, `()`; and the seconds of waiting for data.
         """
         model, scaler = self._training.model, self._training.scaler
         batches, count = self._loader.step(step), self._loader.forwards
-        losses = torch.empty(count, device=self._world.device)
+        losses = torch.zeros(count, device=self._world.device)
+        base_loss = torch.zeros((), device=self._world.device)
         waited = 0.0
         for number in range(1, count + 1):
             asked = time.perf_counter()
-            batch = next(batches)
+            batch: MicroBatch | None = next(batches)
             waited += time.perf_counter() - asked
-            if isinstance(model, FSDPModule):
-                # HSDP's replicas meet once a step: until then each sums up its shards' gradients,
-                # on the device. Where these are to be in host memory they meet each time.
-                last = number == count or self._spec.fsdp_cpu_offload
-                model.set_requires_all_reduce(last)
-            with self._measured("forward"):
-                # Averaged over the ranks, of which each may compute another number.
-                loss = self._loss(batch) / self._forwards
-            del batch  # before the next one comes to the device
-            self._hear(wait=False)
-            if number == count:
-                self._averager.begin()
-            with self._measured("backward"):
-                # Ranks that share a sample have a part of its gradient each; see
-                # `engine.parallel.context_parallel`.
-                whole = loss * self._world.context_size
-                (whole if scaler is None else scaler.scale(whole)).backward()
-            # Copied: even detached, a loss keeps its autograd graph alive.
-            losses[number - 1].copy_(loss.detach())
-        return losses, waited
+            for end in range(1, passes(self._spec) + 1):
+                assert batch is not None
+                preserving = end == 2
+                last = number == count and end == passes(self._spec)
+                if isinstance(model, FSDPModule):
+                    # HSDP's replicas meet once a step: until then each sums up its shards'
+                    # gradients, on the device. Where these are to be in host memory they meet
+                    # each time.
+                    model.set_requires_all_reduce(last or self._spec.fsdp_cpu_offload)
+                target = None
+                if preserving or batch.asks_base:
+                    with self._measured("base"):
+                        target = self._base_prediction(batch, preserving=preserving)
+                with self._measured("forward"):
+                    # Averaged over the ranks, of which each may compute another number.
+                    loss = self._loss(batch, target, preserving=preserving) / self._forwards
+                to_base = preserving or batch.to_base
+                if end == passes(self._spec):
+                    batch = None  # before the next one comes to the device
+                del target
+                self._hear(wait=False)
+                if last:
+                    self._averager.begin()
+                with self._measured("backward"):
+                    # Ranks that share a sample have a part of its gradient each; see
+                    # `engine.parallel.context_parallel`.
+                    whole = loss * self._world.context_size
+                    (whole if scaler is None else scaler.scale(whole)).backward()
+                # Copied: even detached, a loss keeps its autograd graph alive.
+                losses[number - 1].add_(loss.detach())
+                if to_base:
+                    base_loss.add_(loss.detach())
+        return losses, base_loss, waited
 
-    def _loss(self, batch: MicroBatch) -> torch.Tensor:
+    def _loss(
+        self, batch: MicroBatch, base: torch.Tensor | None, *, preserving: bool
+    ) -> torch.Tensor:
+        """Return the loss of a pass.
+
+        Args:
+            batch: The micro-batch.
+            base: The base's own prediction, if it was computed.
+            preserving: Whether this is the pass of `preservation`, whose loss is the plain squared
+                error over whole images.
+        """
         problem = self._objective.add_noise(batch.latents, batch.drawn)
+        prediction = self._predict(problem, batch, preserving=preserving)
+        if base is not None and (preserving or batch.to_base):
+            problem = replace(problem, target=base.float())
+        prediction, problem = loss_inputs(prediction, problem, batch.condition)
+        if preserving:
+            return self._spec.preservation_weight * mse_loss(prediction.float(), problem.target)
+        return loss_of(prediction, problem, self._spec, batch.weight)
+
+    @torch.no_grad()
+    def _base_prediction(self, batch: MicroBatch, *, preserving: bool) -> torch.Tensor:
+        """Return what the model without its adapter predicts for the pass's input."""
+        problem = self._objective.add_noise(batch.latents, batch.drawn)
+        with without_adapter(self._training.model):
+            return self._predict(problem, batch, preserving=preserving)
+
+    def _predict(
+        self, problem: NoisySample, batch: MicroBatch, *, preserving: bool
+    ) -> torch.Tensor:
+        condition = batch.preserved if preserving else batch.condition
+        assert condition is not None, "the loader has encoded it"
+        # One context each: autocast would otherwise reuse what it cast without gradients.
         with computing(self._spec, self._world):
-            prediction = self._family.predict(
+            return self._family.predict(
                 self._training.model,
                 problem.noisy,
                 problem.level,
-                batch.condition,
+                condition,
                 self._spec.train_guidance,
             )
-        return loss_of(*loss_inputs(prediction, problem, batch.condition), self._spec, batch.weight)
 
-    def _reduce(self, losses: torch.Tensor) -> torch.Tensor:
+    def _reduce(self, losses: torch.Tensor, base_loss: torch.Tensor) -> torch.Tensor:
         """Average and clip gradients.
 
         Args:
             losses: From `accumulate`.
+            base_loss: From there too.
 
         Returns:
-            Loss and norm of all ranks, so that all do alike, and this rank's `losses`: `(2 + n,)`.
-            Where one of these is not finite, the loss of all ranks is not.
+            Loss, norm and base loss of all ranks, so that all do alike, and this rank's `losses`:
+            `(3 + n,)`. Where one of these is not finite, the loss of all ranks is not.
         """
         training = self._training
         self._averager.finish()
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
         norm = clip(self._trained, self._spec.max_grad_norm, self._world)
-        mean = self._world.average(losses.sum())
-        return torch.stack([mean, norm.to(mean.device), *losses])
+        mean, base = self._world.average(torch.stack([losses.sum(), base_loss]))
+        return torch.stack([mean, norm.to(mean.device), base, *losses])
 
     # -- the update, judged by the host ------------------------------------------------------
 
     def _update(
         self, numbers: torch.Tensor, step: int
-    ) -> tuple[float, float, str | None, float | None]:
+    ) -> tuple[float, float | None, float, str | None, float | None]:
         """Step the optimizer unless loss or norm are not finite.
 
         Returns:
-            Loss, norm and, of a step that was skipped, its origin and the loss scale.
+            Loss, base loss, norm and, of a step that was skipped, its origin and the loss scale.
 
         Raises:
             NotFiniteError: They are not, and must be. Nothing has changed.
         """
-        loss, norm, *losses = numbers.tolist()
+        loss, norm, base, *losses = numbers.tolist()
         training, scaler = self._training, self._training.scaler
         if training.ema is not None:
             training.ema.catch_up()
@@ -324,7 +378,7 @@ class Stepper:
         if finite and training.ema is not None:
             training.ema.update(training.step)
         scale = None if finite or scaler is None else scaler.get_scale()
-        return loss, norm, origin, scale
+        return loss, base if self._has_base else None, norm, origin, scale
 
     # -- the update, before it is judged -----------------------------------------------------
 
@@ -375,7 +429,7 @@ class Stepper:
         if given is None or not (wait or given.done.reached()):
             return
         given.done.wait()
-        loss, norm, *losses = given.numbers.tolist()
+        loss, norm, base, *losses = given.numbers.tolist()
         factor = losses.pop() if self._training.scaler is not None else None
         if not (wait or (math.isfinite(loss) and math.isfinite(norm))):
             return
@@ -383,7 +437,15 @@ class Stepper:
         origin = self._judge.reason_to_skip(given.step, loss, norm, losses)
         seconds = given.done.seconds_since(given.begun)
         result = StepResult(
-            given.step + 1, loss, norm, origin, factor, given.rate, seconds, given.data_seconds
+            given.step + 1,
+            loss,
+            base if self._has_base else None,
+            norm,
+            origin,
+            factor,
+            given.rate,
+            seconds,
+            given.data_seconds,
         )
         self._tell(result)
 

@@ -103,6 +103,7 @@ class Trainer:
                 step=step,
                 epoch=round(self.data.plan.epoch(step), 4),
                 loss=result.loss,
+                base_loss=result.base_loss,
                 lr=result.rate,
                 grad_norm=result.norm,
                 seconds=round(result.seconds, 4),
@@ -217,8 +218,9 @@ def step_line(result: StepResult, steps: int) -> str:
         result: The step.
         steps: How many there will be.
     """
+    base = "" if result.base_loss is None else f"to the base {result.base_loss:8.5f}  "
     return (
-        f"step {result.step:>{len(str(steps))}}/{steps}  loss {result.loss:8.5f}  "
+        f"step {result.step:>{len(str(steps))}}/{steps}  loss {result.loss:8.5f}  {base}"
         f"lr {result.rate:.2e}  grad norm {result.norm:9.4f}  {result.seconds:6.2f} s"
     )
 

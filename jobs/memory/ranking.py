@@ -303,6 +303,7 @@ class Ranker:
         sharded = strategy in SHARDING
         same = (spec.strategy, spec.base_precision) == (strategy, precision)
         changed = dict(work) | {
+            "base": dict(work.get("base", {})) | ({} if same else {"linked": 0}),
             "forward": dict(work["forward"]) | ({} if same else {"linked": 0}),
             "backward": backward | ({} if same and sharded else {"linked": 0}),
         }

@@ -182,22 +182,32 @@ def seconds_of(
     work = predicted.work
     assert work is not None, "see why_unknown"
     times = forwards or int(work["micro_batches"])
+    more = int(work.get("base_forwards", 0))
     forward, backward, step = work["forward"], work["backward"], work["step"]
+    base = work["base"] if more else {}
     low, high = (
-        _step(forward, backward, step, card, link, times, end) * (factor if end else 1.0)
+        (
+            _step(forward, backward, step, card, link, times, end)
+            + (more * _pass(base, card, link, end) if more else 0.0)
+        )
+        * (factor if end else 1.0)
         for end in (0, 1)
     )
     if factor < 1:  # measured faster than computed
         low *= factor
-    alone = [_parts(phase, card, link) for phase in (forward, backward, step)]
+    alone = [
+        (count, _parts(phase, card, link))
+        for count, phase in ((times, forward), (times, backward), (more, base), (1, step))
+    ]
     parts = {
         name: (
-            times * (alone[0][name][0] + alone[1][name][0]) + alone[2][name][0],
-            times * (alone[0][name][1] + alone[1][name][1]) + alone[2][name][1],
+            sum(count * own[name][0] for count, own in alone),
+            sum(count * own[name][1] for count, own in alone),
         )
         for name in PARTS
     }
     moved = times * (forward["linked"] + backward["linked"]) + step["linked"]
+    moved += more * base.get("linked", 0)
     return Seconds(low, max(low, high), parts, link, int(moved))
 
 

@@ -198,13 +198,17 @@ class Sharding(Event):
 
 @dataclass(frozen=True)
 class Step(Event):
-    """One optimizer step. `seconds` is wall time, `peak_bytes` the largest over ranks."""
+    """One optimizer step. `seconds` is wall time, `peak_bytes` the largest over ranks.
+
+    `base_loss` is the part of `loss` that holds a LoRA to the base's own prediction.
+    """
 
     kind = "step"
 
     step: int
     epoch: float | None = field(default=None, kw_only=True)
     loss: float
+    base_loss: float | None = field(default=None, kw_only=True)
     lr: float | None = None
     grad_norm: float | None = None
     seconds: float | None = None

@@ -354,6 +354,7 @@ def signal_name(number: int) -> str:
 
 _LONGEST: Final = 300
 _PARTS: Final = {
+    "base": "the base's forward pass",
     "forward": "the forward pass",
     "backward": "the backward pass",
     "step": "the optimizer update",

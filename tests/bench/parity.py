@@ -73,7 +73,7 @@ def documented(table: Table, layout: str) -> list[str]:
 def of_losses(table: Table, case: Case, reference: Case) -> float:
     """Over all steps."""
     pairs = zip(table.losses(case), table.losses(reference), strict=True)
-    return max(abs(mine - expected) / abs(expected) for mine, expected in pairs)
+    return max(abs(mine - expected) / (abs(expected) or 1) for mine, expected in pairs)
 
 
 def of_context_parallelism(root: Path) -> float:

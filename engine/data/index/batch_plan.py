@@ -156,6 +156,8 @@ class BatchPlan:
         images: Per sample, the identity of its image; samples of several resolutions may share one.
             By default, all samples are different images.
         cost: Returns a bucket's cost in any unit proportional to time, such as tokens.
+        first: Returns whether a bucket's micro-batches come before the others of their step. Ranks
+            that have to do more for some of them then do it at the same time.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class BatchPlan:
         micro_batch: int = 1,
         images: Sequence[Hashable] | None = None,
         cost: Callable[[Any], float] = lambda bucket: 1.0,
+        first: Callable[[Any], bool] = lambda bucket: False,
     ) -> None:
         if global_batch % micro_batch:
             raise ValueError(f"{micro_batch} samples a forward do not divide {global_batch}")
@@ -182,6 +185,7 @@ class BatchPlan:
         numbers = {bucket: number for number, bucket in enumerate(names)}
         self._bucket = np.array([numbers[bucket] for bucket in self.buckets])
         self._cost = np.array([cost(bucket) for bucket in names])
+        self._comes_first = np.array([first(bucket) for bucket in names])
         shown = {image: number for number, image in enumerate(dict.fromkeys(images or ()))}
         self._image = np.array([shown[image] for image in images or ()] or range(len(self.buckets)))
         self._first = np.cumsum([0, *(share.samples for share in self.shares)])
@@ -381,7 +385,8 @@ class BatchPlan:
             units: All other micro-batches, in the same layout.
         """
         every = np.concatenate([late, units])
-        costs = self._cost[self._bucket[every[:, 0, 0]]].tolist()
+        buckets = self._bucket[every[:, 0, 0]]
+        costs, first = self._cost[buckets].tolist(), self._comes_first[buckets].tolist()
         shown = self._image[every[:, :, 0]].tolist()
         packer = _StepPacker(len(every) // self._per_step, self._per_step, shown)
         numbers = list(range(len(late), len(every)))
@@ -399,7 +404,7 @@ class BatchPlan:
         # similar cost next to each other, since ranks compute those at the same time.
         begin = bool(len(late))
         steps = packer.steps[:begin] + sorted(packer.steps[begin:], key=sum)
-        steps = [sorted(step, key=costs.__getitem__) for step in steps]
+        steps = [sorted(step, key=lambda unit: (not first[unit], costs[unit])) for step in steps]
         rows = every.tolist()
         return [tuple(Draw(*draw) for unit in step for draw in rows[unit]) for step in steps]
 

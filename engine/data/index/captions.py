@@ -39,9 +39,18 @@ def with_trigger(caption: str, trigger: str | None) -> str:
     if not trigger:
         return caption
     caption = caption.replace(TRIGGER, trigger)
-    if re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.IGNORECASE):
+    if _word(trigger).search(caption):
         return caption
     return f"{trigger}{_SEPARATOR} {caption}" if caption else trigger
+
+
+def with_class(caption: str, trigger: str | None, name: str) -> str:
+    """Return a sample's caption with the name of a class in place of its trigger word."""
+    return _word(trigger).sub(lambda match: name, caption) if trigger else caption
+
+
+def _word(trigger: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(trigger)}(?!\w)", re.IGNORECASE)
 
 
 def prompt_text(prompt: str, spec: DataKeys) -> str:

@@ -33,6 +33,7 @@ from jobs.models.model_config import find_target
 from jobs.spec.families import denoiser_config
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.launch_conflicts import GPU_KERNELS
+from jobs.spec.rules.steps import preserves, trains_to_base
 from jobs.spec.rules.strategy import (
     POLICIES_VARIABLE,
     checkpoints_activations,
@@ -136,6 +137,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         "size": size,
         "frames": frames,
         "guided": not training and any(request.guided for request in requests_of(spec)),
+        "base": training and (trains_to_base(spec) or preserves(spec)),
         "references": references(spec, training=training)
         and [
             references(spec, training=training),

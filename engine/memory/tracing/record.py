@@ -491,7 +491,8 @@ def _meta(leaf: Any) -> Hashable:
 
 
 def _context(module: torch.nn.Module) -> Hashable:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), module.training
+    adapted = not any(getattr(layer, "disable_adapters", False) for layer in module.modules())
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), module.training, adapted
 
 
 def _renamed(recorded: str, name: str) -> Callable[[str], str]:

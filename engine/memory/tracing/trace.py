@@ -31,6 +31,7 @@ from engine.ranks.world import World
 from engine.train.optimizer_step import Stepper
 from engine.train.train_state import TrainState
 from jobs.spec.keys.prompts import requests_of
+from jobs.spec.rules.steps import preserves, trains_to_base
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
@@ -205,7 +206,8 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
     phases: Any = _Phases(recorder)
     objective: Any = _objective(built, shape)
     recorder.begin()
-    Stepper(shape.spec, built.family, objective, training, loader, world, phases).accumulate(0)
+    spec = shape.spec.model_copy(update={"preservation": "none"})
+    Stepper(spec, built.family, objective, training, loader, world, phases).accumulate(0)
     recorder.flush()
 
 
@@ -247,7 +249,12 @@ class _Loader:
         self._built, self._shape = built, shape
 
     def step(self, step: int) -> Iterator[MicroBatch]:
-        yield _batch(self._built, self._shape, self._shape.spec.train_batch_size)
+        spec = self._shape.spec
+        batch = _batch(self._built, self._shape, spec.train_batch_size)
+        # The pass of `preservation` has the forwards of a batch whose target is the base's
+        # prediction, and nothing of the other pass is in memory then.
+        to_base = trains_to_base(spec) or preserves(spec)
+        yield replace(batch, to_base=to_base, asks_base=to_base)
 
 
 def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 from peft.tuners.lokr import LoKrLayer
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +24,7 @@ from jobs.errors import UserError
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from jobs.spec.job_spec import RecipeKeys
     from jobs.spec.keys.lora import LoraKeys
@@ -180,6 +182,23 @@ def _modules(names: list[str] | None) -> list[str] | str | None:
 def lora_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return all parameters of the adapter by name."""
     return {name: parameter for name, parameter in model.named_parameters() if is_lora(name)}
+
+
+@contextmanager
+def without_adapter(model: torch.nn.Module) -> Iterator[None]:
+    """Compute with the base alone inside this context, on every layer that has an adapter.
+
+    Peft's own switch also turns off the gradients of the adapter's parameters, which FSDP and the
+    averaging of gradients rely on; the layers read this attribute in each forward.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def scales_of(model: torch.nn.Module) -> dict[str, float]:

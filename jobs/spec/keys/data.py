@@ -11,13 +11,17 @@ from jobs.spec.rules.no_effect import (
     captions_in_order,
     center_crop,
     images_only,
+    no_class,
     no_masks,
+    no_preservation,
     no_references,
     no_regularization,
+    not_lora,
     one_rank,
     one_resolution,
     square_crop,
     text_trained,
+    with_text_lora,
 )
 from jobs.spec.values.datasets import Dataset, read_datasets
 from jobs.spec.values.field import Keys, field
@@ -31,6 +35,8 @@ from jobs.spec.values.value_types import (
     MissingCaptions,
     OptionalBool,
     OptionalText,
+    Preservation,
+    RegularizationTarget,
     ResolutionMode,
     choice,
 )
@@ -168,6 +174,42 @@ class DataKeys(Keys):
         "class images.",
         resume="changes",
         no_effect=no_regularization,
+        memory=False,
+        gt=0,
+        le=1000,
+    )
+    regularization_target: Annotated[RegularizationTarget, choice(RegularizationTarget)] = field(
+        "images",
+        REGULARIZATION,
+        "What a LoRA should predict on regularization samples: the images themselves, or what the "
+        "base predicts there without the adapter, at the cost of one more forward.",
+        resume="changes",
+        no_effect=(no_regularization, not_lora, with_text_lora),
+    )
+    preservation: Annotated[Preservation, choice(Preservation)] = field(
+        "none",
+        REGULARIZATION,
+        "Also hold a LoRA to the base's prediction on each training image, with another caption. "
+        "class: the image's own, with preservation_class for the trigger word; blank: the empty "
+        "one.",
+        resume="changes",
+        no_effect=(not_lora, with_text_lora),
+    )
+    preservation_class: OptionalText = field(
+        None,
+        REGULARIZATION,
+        "What the trigger word is one of, such as dog; stands for it in captions of preservation: "
+        "class.",
+        resume="changes",
+        no_effect=no_class,
+        memory=False,
+    )
+    preservation_weight: float = field(
+        1.0,
+        REGULARIZATION,
+        "Weight of the squared error of preservation.",
+        resume="changes",
+        no_effect=no_preservation,
         memory=False,
         gt=0,
         le=1000,

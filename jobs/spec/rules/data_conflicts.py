@@ -19,7 +19,7 @@ from jobs.spec.families import (
     widened_of,
 )
 from jobs.spec.rules.strategy import world_size
-from jobs.spec.values.datasets import CONDITIONING
+from jobs.spec.values.datasets import CONDITIONING, regularizes
 from jobs.spec.values.resolutions import all_resolutions, has_several
 
 if TYPE_CHECKING:
@@ -146,12 +146,23 @@ def regularization(spec: JobSpec) -> Conflict | None:
 
 
 def no_class_images(key: str, spec: JobSpec) -> Conflict | None:
-    regularized = spec.num_class_images or any(
-        entry.regularization for entry in spec.datasets or []
-    )
-    if regularized or getattr(spec, key) == type(spec).model_fields[key].default:
+    if regularizes(spec) or getattr(spec, key) == type(spec).model_fields[key].default:
         return None
     return Conflict(key, f"{key} needs num_class_images, or a dataset with regularization: true")
+
+
+def preservation(spec: DataKeys) -> Conflict | None:
+    for key in ("preservation_class", "preservation_weight"):
+        default = type(spec).model_fields[key].default
+        if spec.preservation == "none" and getattr(spec, key) != default:
+            return Conflict(key, f"{key} needs preservation: class or blank")
+    if spec.preservation != "class":
+        return None
+    if not spec.preservation_class:
+        return Conflict("preservation_class", "preservation: class needs preservation_class")
+    if not (spec.trigger_word or any(entry.trigger_word for entry in spec.datasets or [])):
+        return Conflict("trigger_word", "preservation: class needs a trigger_word to replace")
+    return None
 
 
 def masks(spec: DataKeys) -> Conflict | None:
@@ -206,6 +217,8 @@ DATA_RULES = (
     regularization,
     partial(no_class_images, "prior_loss_weight"),
     partial(no_class_images, "class_prompt"),
+    partial(no_class_images, "regularization_target"),
+    preservation,
     masks,
     videos,
     text_encoders,

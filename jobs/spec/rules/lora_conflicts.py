@@ -122,6 +122,28 @@ def _text_rate(spec: RecipeKeys) -> Conflict | None:
     return None
 
 
+def _base_prediction(spec: JobSpec) -> Conflict | None:
+    """Reject what needs the base's own prediction where it cannot be had."""
+    for key, asked in (
+        ("regularization_target", spec.regularization_target == "base"),
+        ("preservation", spec.preservation != "none"),
+    ):
+        named = f"{key}: {getattr(spec, key)}"
+        if asked and spec.model_type != "lora":
+            return Conflict(
+                key,
+                f"{named} needs model_type: lora, since full training changes the base that it "
+                "would be held to",
+            )
+        if asked and trains_text(spec):
+            return Conflict(
+                key,
+                f"{named} is not supported with text_encoder_lora_rank, since the base would have "
+                "to read captions without that adapter",
+            )
+    return None
+
+
 def may_scale(spec: RecipeKeys) -> bool:
     """Return whether the job has a base that can be multiplied in fp8."""
     return spec.model_type == "lora" and spec.base_precision in ("fp8", "fp8_scaled")
@@ -166,4 +188,5 @@ LORA_RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _swapping,
     _text_encoders,
     _text_rate,
+    _base_prediction,
 )

@@ -14,6 +14,7 @@ from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
 from jobs.spec.rules.lora_conflicts import ONE_RATE, may_scale, trains_text
 from jobs.spec.rules.steps import accumulation_steps
 from jobs.spec.rules.strategy import checkpoints_activations, shards, world_size
+from jobs.spec.values.datasets import regularizes
 from jobs.spec.values.field import facts_of
 from jobs.spec.values.resolutions import has_several
 
@@ -171,6 +172,10 @@ def text_trained(spec: RecipeKeys) -> str:
     return "text encoders are trained and stay" if trains_text(spec) else ""
 
 
+def with_text_lora(spec: RecipeKeys) -> str:
+    return "needs text_encoder_lora_rank: 0" if trains_text(spec) else ""
+
+
 def with_one_rate(spec: TrainingKeys) -> str:
     return ONE_RATE.get(spec.optimizer, "")
 
@@ -310,10 +315,15 @@ def one_resolution(spec: DataPlanKeys) -> str:
 
 
 def no_regularization(spec: DataKeys) -> str:
-    regularized = spec.num_class_images or any(
-        entry.regularization for entry in spec.datasets or []
-    )
-    return "" if regularized else "needs regularization images"
+    return "" if regularizes(spec) else "needs regularization images"
+
+
+def no_preservation(spec: DataKeys) -> str:
+    return "needs preservation" if spec.preservation == "none" else ""
+
+
+def no_class(spec: DataKeys) -> str:
+    return "" if spec.preservation == "class" else "needs preservation: class"
 
 
 def no_masks(spec: DataKeys) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from jobs.errors import SpecError
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.rules.strategy import data_parallel_size, shards, world_size
+from jobs.spec.values.datasets import regularizes
 from jobs.spec.values.value_types import most_on_card, on_card
 
 if TYPE_CHECKING:
@@ -91,6 +92,40 @@ def micro_batches_of(counts: Sequence[int], rank: int) -> list[int]:
     """
     rounds = [r for turn in range(max(counts)) for r, most in enumerate(counts) if turn < most]
     return [number for number, whose in enumerate(rounds) if whose == rank]
+
+
+# -- the base's own prediction ------------------------------------------------------------------
+
+
+def trains_to_base(spec: JobSpec) -> bool:
+    """Return whether a LoRA's regularization samples have the base's prediction as their target."""
+    asked = spec.model_type == "lora" and spec.regularization_target == "base"
+    return asked and regularizes(spec)
+
+
+def preserves(spec: JobSpec) -> bool:
+    """Return whether each sample is also trained towards the base's prediction."""
+    return spec.model_type == "lora" and spec.preservation != "none"
+
+
+def passes(spec: JobSpec) -> int:
+    """Return how often each micro-batch runs forward and backward."""
+    return 2 if preserves(spec) else 1
+
+
+def base_forwards(spec: JobSpec, ranks: int | None = None) -> int:
+    """Return the forwards without the adapter in an optimizer step, at most on average.
+
+    Micro-batches of regularization samples share forwards as far as they can
+    (`engine.data.index.batch_plan`), and are half of all, or as many as weights say.
+    """
+    forwards, count = accumulation_steps(spec, ranks), 0
+    if trains_to_base(spec):
+        weights = [(d.regularization, d.weight) for d in spec.datasets or []]
+        total = sum(weight or 0.0 for _, weight in weights)
+        mine = sum(weight or 0.0 for of_base, weight in weights if of_base)
+        count = math.ceil(forwards * (mine / total if total else 0.5))
+    return count + forwards * preserves(spec)
 
 
 # -- number of steps ----------------------------------------------------------------------------

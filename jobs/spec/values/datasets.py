@@ -162,6 +162,12 @@ def _with_place(dataset: Dataset) -> Dataset:
     return dataset.model_copy(update={"path": str(path)}) if path is not None else dataset
 
 
+def regularizes(spec: DataKeys) -> bool:
+    """Return whether a job trains on class images or on a regularization dataset."""
+    datasets = spec.datasets or []
+    return spec.num_class_images > 0 or any(dataset.regularization for dataset in datasets)
+
+
 def fallback_caption(spec: DataKeys, dataset: Dataset) -> str | None:
     """Return the caption for a dataset's images that have none, if one is set."""
     return dataset.caption or (spec.class_prompt if dataset.regularization else None)

@@ -130,6 +130,22 @@ LOKR: Final = {
 }
 
 
+# Micro-batches of both kinds in a step, and of one kind alone on one of the ranks.
+TO_BASE: Final = {
+    "dataset": "",
+    "masked_loss": "file",
+    "unmasked_weight": 0.1,
+    "prior_loss_weight": 0.5,
+    "regularization_target": "base",
+}
+PRESERVED: Final = {
+    "trigger_word": "ohwx",
+    "preservation": "class",
+    "preservation_class": "shape",
+    "preservation_weight": 0.5,
+}
+
+
 EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "": {},
     "ema": {"use_ema": True, "ema_decay": 0.9} | SAMPLES,
@@ -147,6 +163,10 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
     "training adapter": SAMPLES,
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
     # The datasets are `mixed_datasets`.
+    "to base": TO_BASE,
+    "to base, dora": TO_BASE | {"lora_variant": "dora"},
+    "to base, nf4": TO_BASE | {"base_precision": "nf4", "lora_variant": "lokr"},
+    "preserved": TO_BASE | PRESERVED,
     "mixed data": {
         "dataset": "",
         "resolution": [48, 64],
@@ -159,7 +179,8 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
         "validation_num_inference_steps": 1,
     },
 }
-MIXED: Final = ("mixed data",)
+HELD: Final = ("to base", "to base, dora", "to base, nf4", "preserved")
+MIXED: Final = ("mixed data", *HELD)
 LOKRS: Final = ("lokr", "lokr nf4", "lokr scaled")
 ADAPTED: Final = "training adapter"
 
@@ -200,6 +221,15 @@ def mixed_datasets(toy: Path) -> list[dict[str, Any]]:
         {"path": str(folder / "learned"), "loss_weight_column": "w", "loss_weight": 1.5},
         {"path": str(folder / "prior"), "regularization": True, "resolution": 64},
     ]
+
+
+_HELD_IN: Final = [
+    *((layout, extra) for layout in LAYOUTS | LORA_ONLY for extra in ("to base", "preserved")),
+    ("fsdp2 2, compiled", "to base"),
+    ("fsdp2 2, compiled", "preserved"),
+    ("fsdp2 2, sharded lora", "to base, dora"),
+    ("fsdp2 2, sharded lora", "to base, nf4"),
+]
 
 
 @dataclass(frozen=True)
@@ -268,7 +298,8 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
             for extra in EXTRAS
             if extra not in ("", "dora", *LOKRS, "scaled", ADAPTED, *QUANTIZED, *MIXED)
         ),
-        *(Case("fsdp2 2, accumulated", "lora", "sgd", extra=extra) for extra in MIXED),
+        Case("fsdp2 2, accumulated", "lora", "sgd", extra="mixed data"),
+        *(Case(layout, "lora", "sgd", extra=extra) for layout, extra in _HELD_IN),
         *(
             Case(layout, "lora", "sgd", extra="dora")
             for layout in (

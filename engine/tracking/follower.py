@@ -36,6 +36,7 @@ _GIB: Final = 1 << 30
 # Field of a step's event → name in trackers.
 _OF_STEP: Final = {
     "loss": "train/loss",
+    "base_loss": "train/base_loss",
     "lr": "train/learning_rate",
     "grad_norm": "train/grad_norm",
     "epoch": "train/epoch",

@@ -54,8 +54,6 @@ class StepResult:
     Attributes:
         step: Which one, counted from 1.
         loss: Mean over the global batch.
-        base_loss: The part of `loss` that holds the adapter to the base's own prediction; None in a
-            job without such a part.
         norm: Global gradient norm before clipping.
         origin: Of a step that was skipped, since loss or gradient were not finite: which ranks and
             samples that comes from, "" if it is not known; None of others.
@@ -63,17 +61,19 @@ class StepResult:
         rate: The learning rate of this step.
         seconds: Wall time; on a GPU, since it was done with the step before.
         data_seconds: The host's waiting for data; a GPU may have had work meanwhile.
+        base_loss: The part of `loss` that holds the adapter to the base's own prediction; None in a
+            job without such a part.
     """
 
     step: int
     loss: float
-    base_loss: float | None
     norm: float
     origin: str | None
     scale: float | None
     rate: float
     seconds: float
     data_seconds: float
+    base_loss: float | None = None
 
     @property
     def skipped(self) -> bool:
@@ -201,10 +201,11 @@ class Stepper:
             if self._late:
                 numbers = self._update_on_device(numbers)
             else:
-                result = self._update(numbers, step)
+                loss, norm, origin, scale, base = self._update(numbers, step)
         self._done += 1
         if not self._late:
-            tell(StepResult(step + 1, *result, rate, time.perf_counter() - begun, waited))
+            seconds = time.perf_counter() - begun
+            tell(StepResult(step + 1, loss, norm, origin, scale, rate, seconds, waited, base))
             return
         numbers = numbers.to("cpu", non_blocking=True)  # pinned memory: does not block
         done = _Moment(self._world.device)
@@ -352,11 +353,11 @@ class Stepper:
 
     def _update(
         self, numbers: torch.Tensor, step: int
-    ) -> tuple[float, float | None, float, str | None, float | None]:
+    ) -> tuple[float, float, str | None, float | None, float | None]:
         """Step the optimizer unless loss or norm are not finite.
 
         Returns:
-            Loss, base loss, norm and, of a step that was skipped, its origin and the loss scale.
+            Loss, norm, the origin and the loss scale of a step that was skipped, and the base loss.
 
         Raises:
             NotFiniteError: They are not, and must be. Nothing has changed.
@@ -378,7 +379,7 @@ class Stepper:
         if finite and training.ema is not None:
             training.ema.update(training.step)
         scale = None if finite or scaler is None else scaler.get_scale()
-        return loss, base if self._has_base else None, norm, origin, scale
+        return loss, norm, origin, scale, base if self._has_base else None
 
     # -- the update, before it is judged -----------------------------------------------------
 
@@ -439,13 +440,13 @@ class Stepper:
         result = StepResult(
             given.step + 1,
             loss,
-            base if self._has_base else None,
             norm,
             origin,
             factor,
             given.rate,
             seconds,
             given.data_seconds,
+            base if self._has_base else None,
         )
         self._tell(result)
 

@@ -260,6 +260,7 @@ def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
         "validation loss": "val",
         "images/s": "img/s",
         "memory": "mem",
+        "loss to the base": "base",
     }
     for number, measure in enumerate(MEASURES):
         title = f"{number + 1} " if numbered else ""

@@ -77,6 +77,7 @@ MEASURES: Final = (
         smooth=False,
         text=_gib,
     ),
+    Measure("base_loss", "loss to the base", lambda step: step.base_loss),
 )
 LOSS: Final = MEASURES[0]
 VALIDATION: Final = MEASURES[5]

@@ -159,6 +159,16 @@ def masks(part: Draft, key: str, value: Any) -> None:
         part.values["masked_loss"] = "file"
 
 
+def to_base(part: Draft, key: str, value: Any) -> None:
+    """Train a LoRA towards the base's own prediction on a dataset's samples."""
+    if is_off(value):
+        part.unneeded(key, "off is the default")
+    elif part.job.get("model_type", "lora") != "lora":
+        part.take(key, "regularization", True, "trained on its images: there is no adapter")
+    elif part.take(key, "regularization", True, "with regularization_target: base"):
+        part.job["regularization_target"] = "base"
+
+
 def whole_repeats(part: Draft, key: str, value: Any) -> None:
     """Take a number of repeats, which may be a part of one in other tools."""
     number = as_number(value)

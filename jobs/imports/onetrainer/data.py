@@ -61,11 +61,13 @@ def _read(draft: Draft, place: str, entries: list[Any]) -> None:
             draft.unneeded(name, "validation is off")
         elif kind == "VALIDATION":
             draft.unsupported(name, "validation_fraction holds out a part of the samples")
-        elif kind != "STANDARD":
-            draft.unsupported(name, "set regularization: true to train on its images, too")
+        elif kind not in ("STANDARD", "PRIOR_PREDICTION"):
+            draft.unsupported(name, f"concepts of type {kind} are not supported")
         else:
             theirs = flatten(theirs, keep=("concept_stats",))
-            parts.append(data.read_part(draft, name, theirs, CONCEPT))
+            parts.append(part := data.read_part(draft, name, theirs, CONCEPT))
+            if kind == "PRIOR_PREDICTION":
+                data.to_base(part, "type", True)
     if any("resolution" in part.values for part in parts):
         usual = draft.values.get("resolution") or _sides(draft.get("resolution"))
         for part in parts if usual else []:

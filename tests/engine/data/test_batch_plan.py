@@ -21,7 +21,7 @@ from engine.data.index.batch_plan import (
     nth_variant,
     shares_of,
 )
-from engine.data.index.captions import prompt_text, texts_of, with_trigger
+from engine.data.index.captions import prompt_text, texts_of, with_class, with_trigger
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.buckets import bucket_sizes, nearest_bucket
@@ -74,6 +74,30 @@ def test_a_step_is_full_and_every_micro_batch_is_of_one_bucket(
         for place in range(0, len(draws), plan.micro_batch):
             micro = draws[place : place + plan.micro_batch]
             assert len({plan.buckets[draw.sample] for draw in micro}) == 1
+
+
+@given(made=_plans(), begin=st.integers(0, 500))
+@settings(max_examples=25, deadline=None)
+def test_what_comes_first_changes_the_order_of_a_step_alone(
+    made: tuple[BatchPlan, list[int]], begin: int
+) -> None:
+    plan, images = made
+    first = plan.buckets[0]
+    other = BatchPlan(
+        plan.buckets,
+        plan.global_batch,
+        plan.seed,
+        plan.shares,
+        micro_batch=plan.micro_batch,
+        images=images,
+        cost=dict(zip(plan.buckets, plan._cost[plan._bucket].tolist(), strict=True)).__getitem__,
+        first=lambda bucket: bucket == first,
+    )
+    for step in range(begin, begin + 3):
+        draws = other.draws(step)
+        assert sorted(draws) == sorted(plan.draws(step))
+        are_first = [other.buckets[draw.sample] == first for draw in draws]
+        assert are_first == sorted(are_first, reverse=True)
 
 
 @given(made=_plans())
@@ -403,6 +427,22 @@ def test_a_trigger_word_stays_in_front_when_tags_are_shuffled() -> None:
     texts = texts_of(("red, blue, green",), spec, "sks")
     assert len(texts) > 3
     assert all(text.startswith("sks, ") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("sks, red", "dog, red"),
+        ("a Sks and SKS", "a dog and dog"),
+        ("sksy and a-sks", "sksy and a-dog"),
+        ("", ""),
+        ("a horse", "a horse"),
+    ],
+)
+def test_a_class_stands_for_the_trigger_word_alone(caption: str, expected: str) -> None:
+    assert with_class(caption, "sks", "dog") == expected
+    assert with_class(caption, None, "dog") == caption
+    assert with_class("sks", "sks", r"\\1") == r"\\1", "no template of a regular expression"
 
 
 def test_a_prompt_only_has_its_placeholder_replaced() -> None:

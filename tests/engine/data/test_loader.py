@@ -32,6 +32,8 @@ class Data:
         self.ahead = not resident
         self.read: list[int] = []
         self.encodings: list[str] = []
+        self.to_base: set[int] = set()
+        self.preserves = False
 
     def draws(self, step: int) -> tuple[Draw, ...]:
         return tuple(Draw(sample=6 * step + place, turn=0) for place in range(6))
@@ -59,6 +61,12 @@ class Data:
 
     def is_from_first(self, draw: Draw) -> bool:
         return False
+
+    def is_to_base(self, draw: Draw) -> bool:
+        return draw.sample in self.to_base
+
+    def preserved_of(self, draw: Draw) -> str | None:
+        return str(-draw.sample) if self.preserves else None
 
     def caption_of(self, draw: Draw) -> str:
         return str(draw.sample)
@@ -96,6 +104,31 @@ def test_every_micro_batch_of_every_step_in_order() -> None:
         assert torch.equal(torch.stack([b.latents[:, 0, 0, 0] for b in batches]), numbers)
         assert torch.equal(torch.stack([b.condition["embeds"][:, 0] for b in batches]), numbers)
     at.close()
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_ranks_that_share_weights_ask_the_base_together(resident: bool) -> None:
+    """The samples of the second micro-batch of rank 1 are to be what the base predicts."""
+    data = Data(resident=resident)
+    data.to_base, data.preserves = {3}, True
+    for strategy, together in (("fsdp2", True), ("ddp", False)):
+        for rank in (0, 1):
+            spec = JobSpec(
+                train_batch_size=1,
+                gradient_accumulation_steps=3,
+                max_train_steps=1,
+                preservation="blank",
+            )
+            world = World(rank, 2, torch.device("cpu"), strategy, "t")
+            at = Loader(spec, data, world, families.load("flux"), data)
+            batches = list(at.step(0))
+            asked = [(batch.to_base, batch.asks_base) for batch in batches]
+            own = rank == 1
+            assert asked == [(False, False), (own, own or together), (False, False)]
+            for batch in batches:
+                assert batch.preserved is not None
+                assert torch.equal(batch.preserved["embeds"], -batch.latents[:, 0, :1, 0])
+            at.close()
 
 
 def test_draws_are_those_of_the_step_and_the_place_of_the_sample() -> None:

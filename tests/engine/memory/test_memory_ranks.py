@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -26,17 +27,24 @@ STEPS_TRAINED: Final = 4  # the first is not counted, and of the others the one 
 
 SHARDED: Final = {"strategy": "fsdp2"}
 FULL: Final = {"model_type": "full"}
+# With short texts: those of a step stay in host memory until its end, which a rank without a GPU
+# computes with.
+TO_BASE: Final = {"regularization_target": "base", "max_sequence_length": 4}
+PRESERVED: Final = {"preservation": "blank", "max_sequence_length": 4}
 # A covering selection of strategy, kind, placement of a LoRA, precision, checkpointing and
 # accumulation: each pair that changes what is held is in one job. Plain LoRA, LoRA in DDP and full
 # training in HSDP are among the whole runs below, of whose steps the same is asked; full training
 # in DDP is in bf16, a sharded LoRA accumulates, and accumulation in fp32 is that of bf16.
 ON_TWO: Final[dict[str, dict[str, Any]]] = {
-    "lora ddp, swapped": {"strategy": "ddp", "swap_blocks": 3},
+    "lora ddp, swapped, preserved": PRESERVED | {"strategy": "ddp", "swap_blocks": 3},
     "lora ddp, swapped, checkpointed": {
         "strategy": "ddp",
         "swap_blocks": 2,
         "gradient_checkpointing": True,
     },
+    "lora to base, sharded, nf4": SHARDED
+    | TO_BASE
+    | {"lora_placement": "sharded", "base_precision": "nf4"},
     "lora nf4": SHARDED | {"base_precision": "nf4"},
     # Of few layers: for each tensor, a step has numbers that are as large as a toy's matrices.
     "lokr nf4": SHARDED
@@ -130,6 +138,11 @@ def values_of(case: str, toy: Path, cache: Path) -> dict[str, Any]:
         "resolution": 64,
         "cache_dir": str(cache / case if case.startswith("run") else cache),
     }
+    if "regularization_target" in CASES[case]:
+        # Nearly all samples are of this kind, so that each step asks the base.
+        prior = {"path": str(toy / "prior"), "regularization": True, "weight": 1}
+        shutil.copytree(toy / "data", toy / "prior", dirs_exist_ok=True)
+        usual |= {"dataset": "", "datasets": [{"path": str(toy / "data"), "weight": 1e-3}, prior]}
     return toy_values(toy, **usual | CASES[case])
 
 
@@ -180,7 +193,9 @@ def test_each_phase_takes_what_was_predicted(
 ) -> None:
     spec = load_spec(None, values_of(case, toy, tmp_path))
     predicted = estimator.estimate(spec)
-    names = MEASURED_AS if case in RUNS | HSDP_RUNS else STEPS
+    names = [name for name in MEASURED_AS if name != "base"] if case in RUNS | HSDP_RUNS else STEPS
+    if predicted.phase("base") is not None:
+        names = ("base", *names)
     if case == "edit":  # its table of positions, no weight, is more than a toy's optimizer step
         names = STEPS[:2]
     for name in names:
@@ -193,6 +208,7 @@ def test_each_phase_takes_what_was_predicted(
     work = predicted.work
     of_passes = work["forward"]["linked"] + work["backward"]["linked"]
     linked = work["micro_batches"] * of_passes + work["step"]["linked"]
+    linked += work["base_forwards"] * work["base"]["linked"]
     assert linked > 0
     # Norms and losses are summed over the ranks, which are some numbers.
     for rank in counted[case]:

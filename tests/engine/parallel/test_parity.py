@@ -116,7 +116,10 @@ def test_masks_weights_and_regularization_change_the_losses(table: Table, case: 
 def test_the_reference_trains_and_is_clipped(table: Table, case: Case) -> None:
     """Else the table would show that doing nothing is the same everywhere."""
     steps = table.log(case).steps
-    assert all((step.grad_norm or 0) > 0.05 for step in steps), "each step is clipped"
+    # Before anything is learned, what the base predicts leaves nothing to learn.
+    learns = [step for step in steps if step.loss > 0 or step.base_loss is None]
+    assert len(learns) >= STEPS - 1
+    assert all((step.grad_norm or 0) > 0.05 for step in learns), "each step is clipped"
     assert max(step.loss for step in steps) - min(step.loss for step in steps) > 1e-3
 
 

@@ -837,8 +837,12 @@ DATASETS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"probability": 0.2}, Lost),
     (
         {"is_regularisation_data": True},
-        {"datasets": [{"path": "d", "regularization": True}]},
+        {
+            "datasets": [{"path": "d", "regularization": True}],
+            "regularization_target": "base",
+        },
     ),
+    ({"is_regularization_data": False}, {"dataset": "d", "regularization_target": "images"}),
     ({"crop": True, "crop_aspect": "square"}, {"crop": "square"}),
     ({"maximum_aspect_ratio": 3.0}, {"max_aspect_ratio": 3.0}),
     ({"cache_dir_vae": "x"}, Needless),
@@ -856,6 +860,67 @@ def test_a_dataset_of_simpletuner(
     else:
         job = imported.spec.model_dump(mode="json") | imported.to_dict()
         assert {name: job[name] for name in expected} == expected
+
+
+# Datasets of SimpleTuner's guides to DreamBooth and AuraFlow, without what all of them share.
+GUIDES: Final = {
+    "dreambooth": [
+        {"id": "a", "instance_data_dir": "subject", "repeats": 100, "resolution": 512},
+        {"id": "b", "instance_data_dir": "subject", "repeats": 100, "resolution": 1024},
+        {"id": "c", "instance_data_dir": "reg", "resolution": 512, "is_regularisation_data": True},
+        {"id": "d", "instance_data_dir": "reg", "resolution": 1024, "is_regularisation_data": True},
+        {"id": "e", "dataset_type": "text_embeds", "default": True, "cache_dir": "t"},
+    ],
+    "auraflow": [
+        {"id": "a", "instance_data_dir": "reg", "is_regularisation_data": True, "crop": True},
+        {"id": "b", "instance_data_dir": "subject", "crop": False},
+        {"id": "c", "instance_data_dir": "subject", "resolution": 512, "crop": False},
+    ],
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_regularization_of_simpletuner_is_towards_the_base_for_a_lora(
+    guide: str, tmp_path: Path
+) -> None:
+    for kind, target in (("lora", "base"), ("full", "images")):
+        spec = backend(tmp_path, *GUIDES[guide], model_type=kind).spec
+        assert spec.regularization_target == target
+        assert {d.path: d.regularization for d in spec.datasets or []} == {
+            "subject": False,
+            "reg": True,
+        }
+
+
+def test_what_ai_toolkit_preserves(tmp_path: Path) -> None:
+    """Its form writes all of these keys, whatever is on."""
+    folder = EXAMPLES / "ai-toolkit"
+    text = (folder / "wan22-lora.yaml").read_text().replace("trigger_word: null", "")
+    for name, changed, expected in (
+        ("off", {}, ("none", None, 1.0)),
+        (
+            "class",
+            {"diff_output_preservation: false": "diff_output_preservation: true"},
+            ("class", "person", 1.0),
+        ),
+        (
+            "blank",
+            {
+                "diff_output_preservation: false": "blank_prompt_preservation: true\n"
+                "        blank_prompt_preservation_multiplier: 0.25"
+            },
+            ("blank", None, 0.25),
+        ),
+    ):
+        own = text
+        for old, new in changed.items():
+            own = own.replace(old, new)
+        (tmp_path / f"{name}.yaml").write_text(own)
+        spec = import_ai_toolkit(tmp_path / f"{name}.yaml").spec
+        found = (spec.preservation, spec.preservation_class, spec.preservation_weight)
+        assert found == expected
+    datasets = [{"folder_path": "a"}, {"folder_path": "r", "is_reg": True, "prior_reg": True}]
+    assert process(tmp_path, network={}, datasets=datasets).spec.regularization_target == "base"
 
 
 AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [

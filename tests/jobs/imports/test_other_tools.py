@@ -396,13 +396,19 @@ def test_a_concept_of_onetrainer(
     assert {key: values.get(key) for key in expected} == expected
 
 
+def test_a_prior_of_onetrainer_is_held_to_the_base(tmp_path: Path) -> None:
+    imported = one(tmp_path, concept={"type": "PRIOR_PREDICTION", "path": "d"})
+    assert imported.spec.regularization_target == "base"
+    assert [dataset.regularization for dataset in imported.spec.datasets or []] == [True]
+
+
 @pytest.mark.parametrize(
     ("theirs", "kind"),
     [
         ({"enabled": False}, Needless),
         ({"type": "VALIDATION"}, Needless),
         ({"validation_concept": True}, Needless),
-        ({"type": "PRIOR_PREDICTION"}, Lost),
+        ({"type": "NEW_KIND"}, Lost),
     ],
 )
 def test_a_concept_that_is_not_trained_is_no_dataset(

@@ -70,6 +70,22 @@ def seconds(of: Predicted, card: str = "h200", **link: Any) -> Any:
     return seconds_of(of, CARDS[card], link_of(CARDS[card], (), **link))
 
 
+def test_forwards_of_the_base_take_their_time() -> None:
+    """As long as other forwards with the same work; a prediction without them has none."""
+    base = FLUX["forward"] | {"linked": 0, "copied": 0}
+    plain = seconds(predicted())
+    none = seconds(predicted(base=base, base_forwards=0))
+    held = seconds(predicted(base=base, base_forwards=3))
+    forward = seconds(predicted(backward="forward"))
+    assert (none.low, none.high, none.parts) == (plain.low, plain.high, plain.parts)
+    for part, (low, high) in held.parts.items():
+        half = forward.parts[part]
+        if part != "optimizer":
+            assert low - plain.parts[part][0] == pytest.approx(1.5 * half[0])
+            assert high - plain.parts[part][1] == pytest.approx(1.5 * half[1])
+    assert plain.low < held.low < held.high
+
+
 # -- rates ---------------------------------------------------------------------------------
 
 

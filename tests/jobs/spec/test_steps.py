@@ -18,9 +18,11 @@ from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.steps import (
     accumulation_steps,
+    base_forwards,
     forwards_of_ranks,
     global_batch_size,
     micro_batches_of,
+    passes,
     periodic_saves,
     share_on_card,
     steps_of,
@@ -65,6 +67,42 @@ def test_without_a_global_batch_accumulation_is_what_the_job_says(
         data_parallel_size(spec) * split["train_batch_size"] * forwards
     )
     assert said(spec) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "forwards", "expected"),
+    [
+        ({}, 4, 0),
+        ({"preservation": "blank"}, 4, 4),
+        ({"preservation": "blank", "model_type": "full"}, 4, 0),
+        ({"regularization_target": "base"}, 4, 0),
+        ({"regularization_target": "base", "num_class_images": 9}, 4, 2),
+        ({"regularization_target": "base", "num_class_images": 9, "model_type": "full"}, 4, 0),
+        ({"regularization_target": "base", "datasets": [1.0, 3.0]}, 4, 3),
+        ({"regularization_target": "base", "datasets": [9.0, 1.0]}, 4, 1),
+        ({"regularization_target": "base", "datasets": [None, None]}, 1, 1),
+        (
+            {"regularization_target": "base", "datasets": [None, None], "preservation": "blank"},
+            3,
+            5,
+        ),
+    ],
+    ids=str,
+)
+def test_forwards_of_the_base_in_a_step(
+    values: dict[str, Any], forwards: int, expected: int
+) -> None:
+    if "datasets" in values:
+        values = values | {
+            "datasets": [
+                {"path": f"{n}", "weight": weight, "regularization": n == 1}
+                for n, weight in enumerate(values["datasets"])
+            ]
+        }
+    spec = read(**values, gradient_accumulation_steps=forwards)
+    assert base_forwards(spec) == expected
+    preserved = values.get("preservation") == "blank" and spec.model_type == "lora"
+    assert passes(spec) == 1 + preserved
 
 
 @given(splits(), st.integers(1, 96))

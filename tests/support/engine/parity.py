@@ -374,6 +374,12 @@ COVERED: Final = {
     Case("fsdp2 2, sharded lora", "lora", "sgd", extra="fp8"),  # the scaled one
     Case("fsdp2 2, sharded lora", "lora", "sgd", extra="int8"),  # nf4, and int8 on two ranks
     Case("fsdp2 2", "lora", "sgd", extra="scaled"),  # sharded, and in hsdp 2x2
+    # Held to the base: both ways are in one job that accumulates.
+    *(
+        Case(layout, "lora", "sgd", extra=extra)
+        for layout, extra in _HELD_IN
+        if (layout, extra) != ("fsdp2 2, accumulated", "preserved")
+    ),
 }
 
 

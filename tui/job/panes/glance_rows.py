@@ -110,6 +110,8 @@ def _measured(look: Look) -> list[str]:
         return []
     last, now = steps[-1], look.view.progress
     parts = [f"loss {number(last.loss)}"]
+    if last.base_loss is not None:
+        parts.append(f"to the base {number(last.base_loss)}")
     if (average := newest_average(steps)) is not None:
         parts.append(f"average {number(average)}")
     if look.curve.validation is not None:

@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from engine.model.activation_checkpointing import _KEPT
-from engine.model.adapters.lora import add_lora, initialise, lora_parameters
+from engine.model.adapters.lora import (
+    add_lora,
+    initialise,
+    lora_parameters,
+    without_adapter,
+)
 from engine.model.adapters.lora_layer import LoraConv2d, LoraLinear
 from engine.model.precision import narrow_inputs
 from jobs.spec.job_spec import JobSpec
@@ -50,6 +55,36 @@ def train(model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     assert len(gradients) == len(lora_parameters(model)) in (6, 9)
     assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
     return {"out": out.detach(), "x": x.grad} | gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"lora_dropout": 0.5},
+        {"lora_variant": "dora"},
+        {"lora_variant": "lokr", "lora_rank": 2},
+        {"torch_compile": True},
+    ],
+    ids=str,
+)
+def test_without_its_adapter_a_model_is_its_base(
+    values: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """To the last bit; and afterwards it is what it was before, and learns."""
+    model = ours(dtype, **values)
+    base = Block().to(dtype)
+    weights = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
+    base.load_state_dict({name: weights[name] for name in base.state_dict()})
+    x = X.to(dtype)
+    with torch.no_grad():
+        with without_adapter(model):
+            assert model(x).equal(base(x))
+        assert not model.eval()(x).equal(base(x))
+    assert all(parameter.requires_grad for parameter in lora_parameters(model).values())
+    model.train()(x).float().square().mean().backward()
+    assert all(parameter.grad is not None for parameter in lora_parameters(model).values())
 
 
 def test_it_computes_and_learns_what_pefts_does() -> None:

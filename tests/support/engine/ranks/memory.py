@@ -29,7 +29,7 @@ from tests.support.engine.memory import resizes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_OF_A_STEP = ("forward", "backward", "step")
+_OF_A_STEP = ("base", "forward", "backward", "step")
 
 
 class OwnTensors(Live):

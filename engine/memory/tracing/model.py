@@ -145,6 +145,8 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         ],
         "config": config,
     }
+    if spec.attention_backend in GPU_KERNELS:
+        facts["attention_backend"] = "auto"  # `build` leaves the same kernel to torch
     key = json.dumps(facts, sort_keys=True)
     of_model = {name: facts.get(name) for name in ("config", "model_type", *_OF_LORA)}
     trains = json.dumps(of_model | {"training": training}, sort_keys=True)

@@ -152,8 +152,9 @@ def test_what_is_recomputed_after_another_forward_is_the_same(case: Case) -> Non
 
 @pytest.mark.slow
 def test_compiled_blocks_take_masks_and_none(case: Case) -> None:
+    """Dynamo is what decides by a mask; `test_compiled.py` has Inductor compute the same."""
     model = load(case)
-    compile_blocks(model, case.spec(torch_compile=True, torch_compile_backend="aot_eager"))
+    compile_blocks(model, case.spec(torch_compile=True, torch_compile_backend="eager"))
     for prompts in (WHOLE[0], PADDED[0], WHOLE[1]):
         assert_equal(unmasked(case, model, prompts), masked(case, prompts))
 

@@ -57,6 +57,8 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         name: min(value, layers) if name.endswith(counts) and isinstance(value, int) else value
         for name, value in config.items()
     }
+    if isinstance(each := fewer.get("transformer_layers_per_block"), list):  # SDXL's
+        fewer["transformer_layers_per_block"] = [min(count, layers) for count in each]
     if "llama_layers" in fewer:  # HiDream's: one for each block
         blocks = fewer["num_layers"] + fewer["num_single_layers"]
         fewer["llama_layers"] = fewer["llama_layers"][:blocks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ def train(rank: int, ranks: int, cases: dict[str, dict[str, Any]], folder: str) 
     counts = {}
     for name, values in cases.items():
         torch._dynamo.reset()
+        gc.freeze()  # each job collects garbage several times; what was imported is none
         counters.clear()
         run_dir = RunDir(Path(folder, name))
         run_dir.create()

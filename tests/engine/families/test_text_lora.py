@@ -190,7 +190,6 @@ def test_two_ranks_train_as_one_process_does(
 
 
 HALF: Final[dict[str, dict[str, Any]]] = {
-    "recomputed": {"mixed_precision": "bf16", "gradient_checkpointing": True, "lora_dropout": 0.1},
     "scaled": {
         "mixed_precision": "fp16",
         "optimizer": "prodigy",
@@ -199,6 +198,8 @@ HALF: Final[dict[str, dict[str, Any]]] = {
     },
     "whole files": {
         "mixed_precision": "bf16",
+        "gradient_checkpointing": True,
+        "lora_dropout": 0.1,
         "fsdp_state_dict_type": "FULL_STATE_DICT",
         "checkpointing_steps": STEPS // 2,
     },

@@ -7,7 +7,7 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -231,8 +231,6 @@ WITH_BUDGET: Final = (
     "hsdp full",
 )
 
-# Done by a plain `pytest`; the others are slow.
-CORE: Final = ("one gpu", "fsdp2")
 # What is asked of the device in a step is compared with a job that differs in one thing.
 COMPARED: Final = {
     "accumulation": "one gpu",
@@ -281,11 +279,8 @@ def needed_for(name: str, *_: str) -> Iterator[str]:
             yield one
 
 
-def _names(names: Any) -> list[Any]:
-    return [n if n in CORE else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("name", _names(n for n, job in JOBS.items() if not job.full_in))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, job in JOBS.items() if not job.full_in])
 def test_a_job_on_gpus_runs_to_its_end(name: str, rehearsal: Rehearsal) -> None:
     job, done = JOBS[name], rehearsal[name]
     assert not done.error, done.error[-3000:]
@@ -323,13 +318,8 @@ def last_step(done: Outcome) -> dict[str, int]:
     return step
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    [
-        pytest.param(*pair, marks=() if {*pair} <= {*CORE} else pytest.mark.slow)
-        for pair in COMPARED.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "other"), COMPARED.items())
 def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehearsal) -> None:
     done, plain = rehearsal[name], rehearsal[other]
     mine, others = last_step(done), last_step(plain)
@@ -405,7 +395,8 @@ def exported_and_original(rehearsal: Rehearsal, name: str) -> list[dict[str, tup
     return both
 
 
-@pytest.mark.parametrize("name", _names(["fsdp2 full on one"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp2 full on one"])
 def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: Rehearsal) -> None:
     """No kernel changes a weight: what is exported is what was read, if every copy went right.
 
@@ -416,7 +407,8 @@ def test_weights_survive_shards_and_a_resume_bit_for_bit(name: str, rehearsal: R
     assert not wrong, f"{len(wrong)} of {len(original)} differ: {wrong[:5]}"
 
 
-@pytest.mark.parametrize("name", _names(["hsdp full"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hsdp full"])
 def test_what_a_group_split_off_gathers_is_all_of_it(name: str, rehearsal: Rehearsal) -> None:
     """The stub gives a rank its own part in place of the other's: twice the first half."""
     exported, original = exported_and_original(rehearsal, name)
@@ -454,7 +446,8 @@ def test_no_family_may_wait_without_a_reason() -> None:
     assert {name: allowed[name]["syncs"] for name in names} == names
 
 
-@pytest.mark.parametrize("name", _names(WITH_BUDGET))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_BUDGET)
 def test_a_step_stays_within_its_budget(
     name: str, rehearsal: Rehearsal, rows: dict[str, dict[str, int]]
 ) -> None:

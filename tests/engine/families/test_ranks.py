@@ -126,7 +126,7 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
 
 # One process, with the batch sizes of two ranks, on which depends what a step trains on.
 BY_ITSELF = {"num_processes": 1, "strategy": "single", "gradient_accumulation_steps": RANKS}
-FAST = {("flux", "lora"), ("wan", "full"), ("sdxl", "lora")}
+FAST = {("flux", "lora")}
 
 
 def _trainings() -> list[Any]:
@@ -183,6 +183,7 @@ def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
     assert np.abs(picture(case, plain, request) - sampled).max() > 1, "it was trained"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_two_ranks_train_as_one_process_does(
     runs: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

@@ -16,10 +16,10 @@ from engine.memory.phases import (
     text_cache,
     text_lora_bytes,
 )
-from engine.memory.predict import OVERHEADS, Overheads, layout_of, predict, strategy_of
-from engine.memory.prediction import Parts, Phase, Prediction
+from engine.memory.predict import OVERHEADS, Overheads, predict, strategy_of
 from engine.memory.tracing.model import Shape, shape_of
 from engine.memory.tracing.trace import Trace, trace_model
+from engine.memory.walk import layout_of
 from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from engine.model.text_encoders import encoder_bytes
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
     from pathlib import Path
 
+    from engine.memory.prediction import Phase, Prediction
     from jobs.spec.job_spec import JobSpec
 
 _KEPT: Final = 24  # traces, of a few hundred KB each
@@ -89,26 +90,28 @@ class Estimator:
         file_bytes = find_target(
             spec.model_family, spec.model_flavour, spec.pretrained_model_name_or_path
         ).dtype_bytes
-        layout = layout_of(spec, ranks, strategy)
-        caching = self._caching(spec, trace.shape, root, ranks) if root is not None else []
         prediction = predict(
             trace,
             spec,
             ranks,
             strategy,
             sample=sample,
-            other_phases=caching,
+            decoding=self._decoding(spec, root) if sample is not None else 0,
             resident=_resident(spec, root, ranks),
+            caching=self._caching(spec, trace.shape, root, ranks),
             overheads=self._overheads,
-            disk=disk_of(spec, trace, file_bytes),
-            notes=_notes(
-                spec, root, file_bytes, sampled=sample is not None, compiles=trace.compiles
-            ),
         )
-        prediction = self._with_decoding(prediction, spec, root)
+        layout = layout_of(spec, ranks, strategy)
         autoencoder = autoencoder_bytes(root) if root is not None else 0
-        host = host_of(spec, trace, layout, ranks, device=prediction.peak, autoencoder=autoencoder)
-        return replace(prediction, host=host)
+        notes = _notes(spec, root, file_bytes, sampled=sample is not None, compiles=trace.compiles)
+        return replace(
+            prediction,
+            host=host_of(
+                spec, trace, layout, ranks, device=prediction.peak, autoencoder=autoencoder
+            ),
+            disk=disk_of(spec, trace, file_bytes),
+            notes=tuple(notes),
+        )
 
     def _trace(self, spec: JobSpec, *, sharded: bool, training: bool) -> Trace | None:
         shape = shape_of(spec, sharded=sharded, training=training)
@@ -136,34 +139,20 @@ class Estimator:
         except Exception:
             return None
 
-    def _caching(self, spec: JobSpec, shape: Shape, root: Path, ranks: int) -> list[Phase]:
+    def _caching(self, spec: JobSpec, shape: Shape, root: Path | None, ranks: int) -> list[Phase]:
+        if root is None:
+            return []
         key = shape.key
         texts = text_cache(spec, root, ranks)
         latents = self._once(("latents", key), lambda: latent_cache(spec, root))
         return [phase for phase in (texts, latents) if phase is not None]
 
-    def _with_decoding(
-        self, prediction: Prediction, spec: JobSpec, root: Path | None
-    ) -> Prediction:
-        """Add decoding to the `sample` phase, during which no weights are gathered."""
+    def _decoding(self, spec: JobSpec, root: Path | None) -> int:
         shape = shape_of(spec, sharded=False, training=False)
         if root is None or shape is None:
-            return prediction
-        more: Parts | None = self._once(("decoding", shape.key), lambda: decoding(spec, root))
-        sampling = prediction.phase("sample")
-        if more is None or sampling is None:
-            return prediction
-        held = Parts(parameters=sampling.parts.parameters, optimizer=sampling.parts.optimizer)
-        parts = replace(held, workspace=more.workspace)
-        if parts.total <= sampling.parts.total:
-            return prediction
-        phases = tuple(
-            Phase("sample", parts, "decoding") if phase.name == "sample" else phase
-            for phase in prediction.phases
-        )
-        peak = max(phase.peak for phase in phases)
-        reserved = self._overheads.reserved(peak) if spec.device != "cpu" else (peak, peak)
-        return replace(prediction, phases=phases, reserved=reserved)
+            return 0
+        size: int = self._once(("decoding", shape.key), lambda: decoding(spec, root))
+        return size
 
     def _once(self, key: Hashable, make: Any) -> Any:
         if key not in self._traces:

@@ -15,7 +15,7 @@ from engine.memory.prediction import Parts, Phase
 from engine.memory.tracing import fakes
 from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
 from engine.memory.tracing.live import Live, rounded
-from engine.memory.walk import Layout, cost_of, swapped_of, swaps_of
+from engine.memory.walk import Layout, cost_of, swapped_of
 from engine.model.files.weights import stored_tensors
 from engine.model.meta_device import parameters_on_meta
 from engine.model.packing import packing_of
@@ -83,7 +83,7 @@ def host_of(
         parts["offloaded_optimizer"] = state_bytes(spec, trained)
         if spec.optimizer == SCHEDULE_FREE:  # the averaged weights, as in `predict`
             parts["offloaded_optimizer"] += sum(parameter.size for parameter in trained)
-    swapped = sum(swapped_of(trace.units, swaps_of(spec, layout)).values())
+    swapped = sum(swapped_of(trace.units, layout).values())
     if swapped:
         several = trace.second_denoiser and spec.validation_prompts
         parts["swapped_blocks"] = 2 * swapped if several else swapped
@@ -244,11 +244,11 @@ def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
     return taken and Phase("latent_cache", Parts(parameters=taken[0], activations=taken[1]))
 
 
-def decoding(spec: JobSpec, root: Path) -> Parts | None:
-    """Predict the memory for decoding the largest sample, on top of training."""
+def decoding(spec: JobSpec, root: Path) -> int:
+    """Return the bytes for decoding the largest sample, on top of training; 0 if unknown."""
     asked = sampled(spec)
     taken = asked and _autoencoder(spec, root, *asked, decodes=True)
-    return Parts(workspace=sum(taken)) if taken else None
+    return sum(taken) if taken else 0
 
 
 def autoencoder_bytes(root: Path) -> int:

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.memory.prediction import Parts, Phase, Prediction
 from engine.memory.tracing.live import BLOCK, rounded
-from engine.memory.traffic import work_and_traffic
-from engine.memory.walk import Layout, Walk, cost_of, swapped_of, swaps_of
+from engine.memory.walk import Walk, cost_of, layout_of, swapped_of, work_and_traffic
 from engine.model.precision import compute_dtype
 from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
 from jobs.spec.rules.steps import accumulation_steps, passes
-from jobs.spec.rules.strategy import SHARDING, chosen_strategy, world_size
+from jobs.spec.rules.strategy import SHARDING, chosen_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engine.memory.tracing.trace import Trace
+    from engine.memory.walk import Layout
     from jobs.spec.job_spec import JobSpec, RecipeKeys
     from jobs.spec.keys.devices import DeviceKeys, FsdpKeys
     from jobs.spec.keys.training import TrainingKeys
@@ -216,43 +216,39 @@ _SETTINGS = (
 def predict(
     trace: Trace,
     spec: JobSpec,
-    ranks: int | None = None,
-    strategy: str | None = None,
+    ranks: int,
+    strategy: str,
     *,
     sample: Trace | None = None,
+    decoding: int = 0,
     resident: int = 0,
-    other_phases: Sequence[Phase] = (),
+    caching: Sequence[Phase] = (),
     overheads: Overheads = OVERHEADS,
-    host: Mapping[str, int] | None = None,
-    disk: Mapping[str, int] | None = None,
-    notes: Sequence[str] = (),
 ) -> Prediction:
     """Predict the memory of a job on the rank that needs the most.
 
     Args:
         trace: Trace of the job's training step, made for a strategy with the same sharding.
         spec: The job.
-        ranks: World size; default: the job's.
-        strategy: single, ddp, hsdp or fsdp2; default: the one that the job would run.
+        ranks: World size.
+        strategy: single, ddp, hsdp or fsdp2.
         sample: Trace of the forward for its samples, if it makes any.
+        decoding: Bytes for decoding a sample, while no weights are gathered; 0 if unknown.
         resident: Bytes of other models that stay on the device during training.
-        other_phases: Phases that need no trace.
+        caching: Phases before training, which need no trace.
         overheads: Memory on top of tensors.
-        host: See `Prediction.host`.
-        disk: See `Prediction.disk`.
-        notes: Assumptions made so far.
+
+    Returns:
+        The prediction, without host memory, disk and notes.
 
     Raises:
         UserError: The job cannot run like that.
     """
-    ranks = ranks or world_size(spec)
-    strategy = strategy or strategy_of(spec, ranks)
     layout = layout_of(spec, ranks, strategy)
     _check(spec, trace, layout, strategy, ranks)
-    assumed = list(notes)
     on_cuda = spec.device != "cpu"
     trained = trained_of(trace, layout)
-    swapped = sum(swapped_of(trace.units, swaps_of(spec, layout)).values())
+    swapped = sum(swapped_of(trace.units, layout).values())
     held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers - swapped
     own_state = state_bytes(spec, trained)
     state = 0 if layout.offload else own_state
@@ -265,7 +261,7 @@ def predict(
     averages = 0
     if spec.optimizer == SCHEDULE_FREE and not layout.offload:
         averages = sum(parameter.size for parameter in trained)
-    walk = _walk(trace, layout, base, spec)
+    walk = Walk(trace, layout, base)
     walk.step(accumulation_steps(spec, ranks) * passes(spec))
     workspace = _workspace(spec, trace, layout, trained, ranks, on_cuda=on_cuda)
     phases = {name: Phase(name, parts) for name, parts in walk.peaks.items()}
@@ -283,18 +279,22 @@ def predict(
     gathering = _gathering(spec, trace, layout)
     phases["save"] = Phase("save", replace(base, workspace=gathering + averages))
     if sample is not None:
-        walk = _walk(sample, layout, base, spec)
+        walk = Walk(sample, layout, base)
         walk.sample()
         parts = walk.peaks["sample"]
         if sample.second_denoiser:
             other = _second_denoiser(spec, trace, layout) - swapped
             parts = replace(parts, parameters=parts.parameters + other)
         parts = replace(parts, optimizer=parts.optimizer + averages)
-        phases["sample"] = Phase("sample", parts, "denoising")
-    for phase in other_phases:
-        if phase.name not in phases or phase.peak > phases[phase.name].peak:
-            phases[phase.name] = phase
+        decoded = Parts(parts.parameters, optimizer=parts.optimizer, workspace=decoding)
+        later = decoding and decoded.total > parts.total
+        phases["sample"] = Phase(
+            "sample", decoded if later else parts, "decoding" if later else "denoising"
+        )
+    phases |= {phase.name: phase for phase in caching}
     peak = max(phase.peak for phase in phases.values())
+    numbers = sum(parameter.numel for parameter in trained)
+    work = work_and_traffic(trace, spec, layout, ranks, trained=numbers, state=own_state)
     return Prediction(
         model=trace.model,
         parameters=trace.parameters,
@@ -305,10 +305,7 @@ def predict(
         phases=_in_order(phases),
         reserved=overheads.reserved(peak) if on_cuda else (peak, peak),
         overheads=overheads.driver_bytes(_communicators(spec, strategy, ranks)) if on_cuda else {},
-        host=dict(host or {}),
-        disk=dict(disk or {}),
-        notes=tuple(assumed),
-        work=work_and_traffic(trace, spec, layout, trained, ranks, own_state),
+        work=work,
     )
 
 
@@ -317,23 +314,6 @@ def strategy_of(spec: JobSpec, ranks: int) -> str:
     if ranks == 1 and spec.strategy in ("auto", "ddp", "single"):
         return "single"
     return chosen_strategy(spec.model_copy(update={"num_processes": ranks}))[0]
-
-
-def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
-    """Return how weights are distributed over the ranks. Pure."""
-    if strategy not in SHARDING:
-        return Layout(0)
-    replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
-    shards = max(1, ranks // replicas)
-    again = spec.fsdp_reshard_after_forward
-    return Layout(
-        shards=shards,
-        lora_whole=spec.lora_placement == "replicated",
-        casts=spec.model_type == "full" and spec.mixed_precision != "no",
-        offload=spec.fsdp_cpu_offload,
-        smaller=0 if isinstance(again, bool) else int(again),
-        replicated=replicas > 1,
-    )
 
 
 def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
@@ -348,19 +328,6 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
         for weight in unit.weights
         if weight.trained and not (weight.unused and layout.is_sharded(weight))
     ]
-
-
-def _walk(trace: Trace, layout: Layout, base: Parts, spec: RecipeKeys) -> Walk:
-    return Walk(
-        trace,
-        layout,
-        base,
-        reshard=bool(spec.fsdp_reshard_after_forward),
-        ahead=spec.fsdp_forward_prefetch,
-        behind=spec.fsdp_backward_prefetch,
-        context=spec.context_parallel_size,
-        swapped=swapped_of(trace.units, swaps_of(spec, layout)),
-    )
 
 
 def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:

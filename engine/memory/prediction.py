@@ -93,7 +93,7 @@ class Prediction:
         disk: Bytes on disk by name: `cache`, `checkpoint` (one), `checkpoints` (all that are kept),
             `export`; and `free` in the run's file system, if known.
         notes: Assumptions, as sentences for users.
-        work: What a rank computes and moves in a step, see `engine.memory.traffic`.
+        work: What a rank computes and moves in a step, see `engine.memory.walk`.
     """
 
     model: str

@@ -1,14 +1,21 @@
-"""Walk along a trace, and add what units hold, gather and reduce. Pure arithmetic."""
+"""Walk along a trace, and add what units hold, gather and reduce. Pure arithmetic.
+
+`work_and_traffic` adds up what a step computes and moves; `jobs.memory.seconds` turns that into
+seconds, given a GPU's rates.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from engine.memory.tracing.live import rounded
-from engine.memory.tracing.timeline import Mark, Span
+from engine.memory.tracing.timeline import Mark, Span, work_of
 from engine.parallel.block_swap import place_in_forward, spread
+from jobs.memory.predicted import WORK_SCHEMA
+from jobs.spec.rules.steps import accumulation_steps, base_forwards, passes
+from jobs.spec.rules.strategy import SHARDING
 from jobs.spec.values.value_types import on_card
 
 if TYPE_CHECKING:
@@ -17,7 +24,7 @@ if TYPE_CHECKING:
     from engine.memory.prediction import Parts
     from engine.memory.tracing.model import Unit, Weight
     from engine.memory.tracing.trace import Trace
-    from jobs.spec.job_spec import RecipeKeys
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 
 # -- sharding -------------------------------------------------------------------------------
@@ -32,7 +39,7 @@ REDUCED: Final = 4  # bytes: gradients are reduced in fp32
 
 @dataclass(frozen=True)
 class Layout:
-    """Distribution of weights over ranks.
+    """What memory and traffic depend on besides the trace: where weights are, and when.
 
     Attributes:
         shards: Ranks that share a copy of the sharded weights; 0 if nothing is sharded.
@@ -41,6 +48,11 @@ class Layout:
         offload: Whether shards are kept in host memory.
         smaller: Ranks over which weights are resharded after forward; 0 for all of them.
         replicated: Whether there are several copies of the sharded weights (hsdp).
+        reshard: Whether units free their weights after forward.
+        ahead: Number of units that are prefetched in forward.
+        behind: Number of units that are prefetched in backward; 0 for torch's default of one.
+        context: Ranks that share a sample's tokens, and therefore its activations.
+        swaps: Number of blocks that are swapped to host memory.
     """
 
     shards: int
@@ -49,6 +61,11 @@ class Layout:
     offload: bool = False
     smaller: int = 0
     replicated: bool = False
+    reshard: bool = True
+    ahead: int = 0
+    behind: int = 0
+    context: int = 1
+    swaps: int = 0
 
     def is_sharded(self, weight: Weight) -> bool:
         """Return whether a weight is sharded at all."""
@@ -60,6 +77,27 @@ class Layout:
             return weight.numel
         rows = weight.shape[0]
         return -(-rows // self.shards) * (weight.numel // rows) if rows else 0
+
+
+def layout_of(spec: RecipeKeys, ranks: int, strategy: str) -> Layout:
+    """Return how a job's weights are distributed over the ranks. Pure."""
+    if strategy not in SHARDING:
+        swaps = on_card(spec.swap_blocks, None) if spec.model_type == "lora" else 0
+        return Layout(0, context=spec.context_parallel_size, swaps=swaps)
+    replicas = (spec.dp_replicate_size or 1) if strategy == "hsdp" else 1
+    again = spec.fsdp_reshard_after_forward
+    return Layout(
+        shards=max(1, ranks // replicas),
+        lora_whole=spec.lora_placement == "replicated",
+        casts=spec.model_type == "full" and spec.mixed_precision != "no",
+        offload=spec.fsdp_cpu_offload,
+        smaller=0 if isinstance(again, bool) else int(again),
+        replicated=replicas > 1,
+        reshard=bool(again),
+        ahead=spec.fsdp_forward_prefetch,
+        behind=spec.fsdp_backward_prefetch,
+        context=spec.context_parallel_size,
+    )
 
 
 @dataclass(frozen=True)
@@ -131,28 +169,17 @@ def order_of(units: Sequence[Unit], layout: Layout) -> list[str]:
     return sorted(gathered, key=place_in_forward)
 
 
-def kept_unit(units: Sequence[Unit], layout: Layout, *, reshard: bool) -> str:
+def kept_unit(units: Sequence[Unit], layout: Layout) -> str:
     """Return the unit that stays gathered for backward, which begins with it; "" for none."""
-    keeps = layout.shards and reshard and not layout.smaller
+    keeps = layout.shards and layout.reshard and not layout.smaller
     return next(iter(order_of(units, layout)[-1:]), "") if keeps else ""
 
 
-def swaps_of(spec: RecipeKeys, layout: Layout) -> int:
-    """Return the number of blocks that a rank swaps to host memory; of many, the fewest."""
-    swaps = spec.model_type == "lora" and not layout.shards
-    return on_card(spec.swap_blocks, None) if swaps else 0
-
-
-def swapped_of(units: Sequence[Unit], count: int) -> dict[str, int]:
-    """Return the bytes of each swapped block in host memory, in the order of forward.
-
-    Args:
-        units: Units of an unsharded model.
-        count: Number of swapped blocks, limited to the number of blocks.
-    """
+def swapped_of(units: Sequence[Unit], layout: Layout) -> dict[str, int]:
+    """Return the bytes of each swapped block in host memory, in the order of forward."""
     blocks = [unit for unit in units if unit.name[-1:].isdigit()]
     blocks.sort(key=lambda unit: place_in_forward(unit.name))
-    chosen = [blocks[place] for place in spread(min(count, len(blocks)), len(blocks))]
+    chosen = [blocks[place] for place in spread(min(layout.swaps, len(blocks)), len(blocks))]
     return {
         unit.name: sum(rounded(w.numel * w.stored) for w in unit.weights if not w.lora)
         for unit in chosen
@@ -180,13 +207,8 @@ class Walk:
 
     Attributes:
         trace: Trace of a step, or of a forward.
-        layout: Distribution of weights over the ranks.
+        layout: The job's layout on its ranks.
         base: Memory that is always in use.
-        reshard: Whether units free their weights after forward.
-        ahead: Number of units that are prefetched in forward.
-        behind: Number of units that are prefetched in backward; 0 for torch's default of one.
-        context: Ranks that share a sample's tokens, and therefore its activations.
-        swapped: Swapped block → its bytes, in the order of forward.
         peaks: Memory by purpose at the peak of each phase.
         gradients: Bytes of gradients at the end.
     """
@@ -194,18 +216,14 @@ class Walk:
     trace: Trace
     layout: Layout
     base: Parts
-    reshard: bool = True
-    ahead: int = 0
-    behind: int = 0
-    context: int = 1
-    swapped: Mapping[str, int] = field(default_factory=dict)
     peaks: dict[str, Parts] = field(default_factory=dict)
     gradients: int = 0
 
     def __post_init__(self) -> None:
         self._costs = {unit.name: cost_of(unit, self.layout) for unit in self.trace.units}
         self._order = order_of(self.trace.units, self.layout)
-        self._kept_unit = kept_unit(self.trace.units, self.layout, reshard=self.reshard)
+        self._kept_unit = kept_unit(self.trace.units, self.layout)
+        self._swapped = swapped_of(self.trace.units, self.layout)
         self._kept = sum(cost.kept_gradients for cost in self._costs.values())
         self._sums = any(cost.gradients for cost in self._costs.values())
         self._reduced = 0  # gradients of shards
@@ -251,9 +269,9 @@ class Walk:
         if mark.kind == "begin":
             self._phase = mark.name
             if self._phase != "backward":
-                for name in self.swapped:  # a forward without a backward has released its last one
+                for name in self._swapped:  # a forward without a backward has released its last one
                     self._gathered.pop(name, None)
-                self._copy(*list(self.swapped)[:1])
+                self._copy(*list(self._swapped)[:1])
         elif mark.kind == "end":
             if mark.name == "backward":
                 self._finish()
@@ -267,12 +285,12 @@ class Walk:
                 self._backward(mark.name, cost)
             else:
                 self._done(mark.name, cost)
-        elif mark.name in self.swapped:
+        elif mark.name in self._swapped:
             self._swap(mark)
 
     def _swap(self, mark: Mark) -> None:
         """Follow `engine.parallel.block_swap`: the next block is copied while one computes."""
-        order = list(self.swapped)
+        order = list(self._swapped)
         place = order.index(mark.name)
         if mark.kind == "enter":
             self._copy(*order[place : place + 2])
@@ -282,22 +300,22 @@ class Walk:
             self._gathered.pop(mark.name, None)
 
     def _copy(self, *names: str) -> None:
-        self._gathered |= {name: self.swapped[name] for name in names}
+        self._gathered |= {name: self._swapped[name] for name in names}
         self._compare_now()
 
     def _enter(self, name: str, cost: Cost) -> None:
         if name not in self._gathered:
             self._unshard(name, cost)
             self._received = cost.buffer  # freed when the next unit has been received
-        if self.ahead and name:
+        if self.layout.ahead and name:
             place = self._order.index(name)
-            for other in self._order[place + 1 : place + 1 + self.ahead]:
+            for other in self._order[place + 1 : place + 1 + self.layout.ahead]:
                 self._request(other)
 
     def _leave(self, name: str, cost: Cost) -> None:
         if not name:
             self._received = 0
-        elif self.reshard and name != self._kept_unit:
+        elif self.layout.reshard and name != self._kept_unit:
             del self._gathered[name]
             self._partial[name] = cost.partial
         self._forwards.append(name)
@@ -305,9 +323,9 @@ class Walk:
     def _backward(self, name: str, cost: Cost) -> None:
         self._unshard(name, cost)
         named: list[str] = []
-        if self.behind and name:
+        if self.layout.behind and name:
             place = self._order.index(name)
-            named = self._order[max(0, place - self.behind) : place][::-1]
+            named = self._order[max(0, place - self.layout.behind) : place][::-1]
         if not named and name in self._forwards:
             # As torch does, by the last of several forwards.
             place = len(self._forwards) - 1 - self._forwards[::-1].index(name)
@@ -394,8 +412,105 @@ class Walk:
     def _compare(self, activations: int, gradients: int, gathered: int) -> None:
         if not self._phase:
             return
-        activations //= self.context
+        activations //= self.layout.context
         here = replace(self.base, activations=activations, gradients=gradients, gathered=gathered)
         highest = self.peaks.get(self._phase)
         if highest is None or here.total > highest.total:
             self.peaks[self._phase] = here
+
+
+# -- traffic --------------------------------------------------------------------------------
+
+
+# Bytes that the optimizer's kernels move for each trained element besides its state: the weight is
+# read and written, the gradient read. Clipping reads it for the norm, and reads and writes it.
+_UPDATE: Final = 12
+_CLIP: Final = 12
+_AVERAGE: Final = 12  # the moving average is read and written, the weight read
+
+
+def work_and_traffic(
+    trace: Trace, spec: JobSpec, layout: Layout, ranks: int, *, trained: int, state: int
+) -> dict[str, Any]:
+    """Return the work of a micro-batch's forward and backward, and of the rest of a step.
+
+    `linked` are bytes over a rank's link to the others, counted as nccl-tests counts its bus
+    bandwidth: an all-gather of S bytes over n ranks counts S (n - 1) / n, and an all-reduce twice
+    that. `copied` are bytes between host and device.
+
+    Args:
+        trace: Trace of the training step.
+        spec: The job.
+        layout: The job's layout on these ranks.
+        ranks: World size.
+        trained: Number of trained parameters on a rank.
+        state: Bytes of the optimizer's state on a rank.
+    """
+    shards = max(1, layout.shards)
+    received = {unit.name: _gathered(unit, layout) * _share(shards) for unit in trace.units}
+    reduced = sum(_reduced(unit, layout) for unit in trace.units)
+    costs = [cost_of(unit, layout) for unit in trace.units]
+    # Without being freed after forward, weights are still there in backward, as the root's are.
+    again = layout.reshard
+    group = layout.smaller or shards
+    share = (group - 1) / group / _share(shards) if again and shards > 1 else 0.0
+    replicas = ranks // shards if layout.replicated else 1
+    replicated = 2 * _share(replicas) * reduced / shards
+    # The root's weights stay, and those of the unit that backward begins with.
+    stay = {"", kept_unit(trace.units, layout)}
+    of_blocks = sum(size for name, size in received.items() if name not in stay)
+    of_backward = of_blocks * share + reduced * _share(shards)
+    whole = sum(
+        w.numel * w.stored
+        for unit in trace.units
+        for w in unit.weights
+        if w.trained and not layout.is_sharded(w)
+    )
+    swapped = [*swapped_of(trace.units, layout).values()]
+    offloaded = {unit.name: cost.host for unit, cost in zip(trace.units, costs, strict=True)}
+    freed = sum(size for name, size in offloaded.items() if name not in stay)
+    fetched = sum(swapped) + sum(offloaded.values())
+    updated = trained * (_UPDATE + _CLIP * bool(spec.max_grad_norm)) + 2 * state
+    if spec.use_ema:
+        updated += trained * _AVERAGE
+    each_time = layout.offload  # replicas then meet after each micro-batch
+    return {
+        "schema": WORK_SCHEMA,
+        "micro_batches": accumulation_steps(spec, ranks) * passes(spec),
+        "base_forwards": base_forwards(spec, ranks),
+        "base": asdict(work_of(trace.timeline, "base"))
+        # What it leaves gathered, the next forward finds.
+        | {"linked": round(of_blocks), "copied": fetched},
+        "forward": asdict(work_of(trace.timeline, "forward"))
+        | {"linked": round(sum(received.values())), "copied": fetched},
+        "backward": asdict(work_of(trace.timeline, "backward"))
+        | {
+            "linked": round(of_backward + replicated * each_time),
+            "copied": sum(swapped[:-1])  # the last one stays
+            # Resharded over fewer ranks, weights stay on the device.
+            + (freed if again and not layout.smaller else 0)
+            + (sum(cost.output for cost in costs) if layout.offload else 0),
+        },
+        "step": {
+            "linked": round(2 * _share(ranks) * whole + replicated * (not each_time)),
+            "bytes": 0 if layout.offload else updated,
+            "host_bytes": updated if layout.offload else 0,
+        },
+    }
+
+
+def _share(ranks: int) -> float:
+    """Return the share of a tensor that a rank receives from the others."""
+    return (ranks - 1) / ranks
+
+
+def _gathered(unit: Unit, layout: Layout) -> int:
+    """Return the bytes of a unit's gathered weights, with the padding of uneven shards."""
+    sharded = (w for w in unit.weights if layout.is_sharded(w))
+    return sum(layout.local(w) * layout.shards * w.gathered for w in sharded)
+
+
+def _reduced(unit: Unit, layout: Layout) -> int:
+    """Return the bytes of a unit's gradients that are reduced and scattered."""
+    trained = (w for w in unit.weights if layout.is_sharded(w) and w.trained and not w.unused)
+    return sum(layout.local(w) * layout.shards * REDUCED for w in trained)

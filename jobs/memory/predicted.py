@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SCHEMA: Final = 1  # version of the output of `engine.memory.prediction`
-WORK_SCHEMA: Final = 1  # version of its `work`, see `engine.memory.traffic`
+WORK_SCHEMA: Final = 1  # version of its `work`, see `engine.memory.walk`
 
 # Phase → its name in a run's `memory` events (`engine.ranks.telemetry`).
 MEASURED_AS: Final = {

@@ -1,6 +1,6 @@
 """Turn what a step computes and moves into seconds, given a GPU's rates. Pure.
 
-The engine counts (`engine.memory.traffic`); the rates are those of a data sheet, or of this machine
+The engine counts (`engine.memory.walk`); the rates are those of a data sheet, or of this machine
 where it measured them. Neither says how much of its rate a kernel reaches, nor how much of a
 transfer hides behind computing, so the result is a band.
 """

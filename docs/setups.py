@@ -112,8 +112,7 @@ class Memory:
         values = self.kept[key]
         if "error" in values:
             return Refused(strategy, ranks, values["error"])
-        more = {"schema": 1, "host": {}, "disk": {}, "notes": []}
-        return Predicted.of(values | more)
+        return Predicted.of(values | {"schema": 1})
 
 
 class _Kept(Estimate):

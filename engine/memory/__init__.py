@@ -13,7 +13,6 @@ a comparison of strategies and ranks, which is too slow for interactive use.
 
     estimator.py  caches traces and predicts from them; `python -m engine.memory` serves it
 
-    prediction.py the results: `Prediction`, `Phase`, `Parts`; JSON in and out, no torch
     walk.py       walks a trace, adding what FSDP2 units hold, gather and reduce at each mark; and
                   what a rank computes and moves in a step
     predict.py    `predict`: combines a trace with optimizer state and measured overheads

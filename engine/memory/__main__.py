@@ -90,7 +90,7 @@ def answer(estimator: Estimator, request: dict[str, Any], spec: JobSpec) -> dict
                 try:
                     changed = changed_spec(spec, changes)
                     prediction = estimator.estimate(changed, ranks, strategy)
-                    predictions.append(prediction.to_dict() | {"changes": changes})
+                    predictions.append(prediction.values | {"changes": changes})
                 except Exception as error:
                     failed.append(about | _words(error))
     seconds = round(time.perf_counter() - begun, 4)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
     from pathlib import Path
 
-    from engine.memory.prediction import Phase, Prediction
+    from jobs.memory.predicted import Phase, Predicted
     from jobs.spec.job_spec import JobSpec
 
 _KEPT: Final = 24  # traces, of a few hundred KB each
@@ -66,7 +66,7 @@ class Estimator:
 
     def estimate(
         self, spec: JobSpec, ranks: int | None = None, strategy: str | None = None
-    ) -> Prediction:
+    ) -> Predicted:
         """Predict the memory of a job on the rank that needs the most.
 
         Args:

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import families
 from engine.memory.predict import state_bytes, trained_of
-from engine.memory.prediction import Parts, Phase
 from engine.memory.tracing import fakes
 from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
 from engine.memory.tracing.live import Live, rounded
@@ -24,6 +23,7 @@ from engine.model.sharded_encoder import is_quantised
 from engine.model.text_encoders import encoder_bytes, encoder_names, kept_bytes
 from jobs.errors import UserError
 from jobs.memory.host_memory import STATE_BYTES, host_bytes
+from jobs.memory.predicted import Parts, Phase
 from jobs.run.rundir import read_json
 from jobs.spec.families import sees_images
 from jobs.spec.rules.averages import SCHEDULE_FREE, has_average

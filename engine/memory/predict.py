@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.memory.prediction import Parts, Phase, Prediction
 from engine.memory.tracing.live import BLOCK, rounded
 from engine.memory.walk import Walk, cost_of, layout_of, swapped_of, work_and_traffic
 from engine.model.precision import compute_dtype
 from engine.train.gradients import BUCKET, UNDER_WAY
 from jobs.errors import UserError
+from jobs.memory.predicted import TITLES, Parts, Phase, Predicted
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
 from jobs.spec.rules.steps import accumulation_steps, passes
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.memory.tracing.trace import Trace
     from engine.memory.walk import Layout
@@ -224,7 +224,7 @@ def predict(
     resident: int = 0,
     caching: Sequence[Phase] = (),
     overheads: Overheads = OVERHEADS,
-) -> Prediction:
+) -> Predicted:
     """Predict the memory of a job on the rank that needs the most.
 
     Args:
@@ -295,14 +295,14 @@ def predict(
     peak = max(phase.peak for phase in phases.values())
     numbers = sum(parameter.numel for parameter in trained)
     work = work_and_traffic(trace, spec, layout, ranks, trained=numbers, state=own_state)
-    return Prediction(
+    return Predicted(
         model=trace.model,
         parameters=trace.parameters,
         trained=trace.trained,
         strategy=strategy,
         ranks=ranks,
         settings=_settings(spec, ranks),
-        phases=_in_order(phases),
+        phases=tuple(phases[name] for name in TITLES if name in phases),
         reserved=overheads.reserved(peak) if on_cuda else (peak, peak),
         overheads=overheads.driver_bytes(_communicators(spec, strategy, ranks)) if on_cuda else {},
         work=work,
@@ -418,12 +418,6 @@ def _check(spec: RecipeKeys, trace: Trace, layout: Layout, strategy: str, ranks:
             f"hsdp: dp_replicate_size {replicas} does not divide {ranks} ranks into replicas",
             "set dp_replicate_size to a divisor of the ranks, 2 or more",
         )
-
-
-def _in_order(phases: Mapping[str, Phase]) -> tuple[Phase, ...]:
-    from engine.memory.prediction import PHASES
-
-    return tuple(phases[name] for name in PHASES if name in phases)
 
 
 def _settings(spec: JobSpec, ranks: int) -> dict[str, Any]:

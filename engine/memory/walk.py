@@ -21,9 +21,9 @@ from jobs.spec.values.value_types import on_card
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from engine.memory.prediction import Parts
     from engine.memory.tracing.model import Unit, Weight
     from engine.memory.tracing.trace import Trace
+    from jobs.memory.predicted import Parts
     from jobs.spec.job_spec import JobSpec, RecipeKeys
 
 

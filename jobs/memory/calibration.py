@@ -104,7 +104,7 @@ def _write(run_dir: RunDir, predicted: Predicted) -> None:
     entry = {
         "schema": PREDICTION_SCHEMA,
         "t": round(time.time(), 3),
-        "prediction": dict(predicted.values),
+        "prediction": predicted.values,
     }
     write_atomic(path_of(run_dir), json.dumps(entry) + "\n")
 
@@ -217,11 +217,9 @@ class Calibration:
             return predicted
         assumed = sum(predicted.overheads.values())
         more = max(more, -assumed)
-        low, high = predicted.device
         return replace(
             predicted,
             overheads={"driver_and_libraries": assumed + more},
-            device=(low + more, high + more),
             by_card={size: self.corrected(other) for size, other in predicted.by_card.items()},
         )
 
@@ -260,7 +258,7 @@ def record(run_dir: RunDir) -> bool:
     entry = {
         "schema": SCHEMA,
         "t": round(time.time()),
-        "model": predicted.values.get("model"),
+        "model": predicted.model,
         "strategy": predicted.strategy,
         "ranks": predicted.ranks,
         "peak": round(ratios[largest], 4),

@@ -8,7 +8,7 @@ what is predicted already.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
@@ -247,7 +247,7 @@ class Ranker:
             predicted = self.predict(spec.strategy, world_size(spec), spec)
         except SpecError:  # such as of published weights that are packed, with base_precision: none
             return None
-        if not isinstance(predicted, Predicted) or predicted.work is None:
+        if not isinstance(predicted, Predicted) or not predicted.work:
             return None
         seconds = self.seconds(predicted, spec)
         loses = self._loses(spec.base_precision)
@@ -293,7 +293,6 @@ class Ranker:
         unless strategy and precision are the same.
         """
         work = setup.predicted.work
-        assert work is not None
         spec = setup.spec
         less = setup.recomputed - (1 / interval if interval else 0.0)
         backward = {
@@ -307,8 +306,8 @@ class Ranker:
             "forward": dict(work["forward"]) | ({} if same else {"linked": 0}),
             "backward": backward | ({} if same and sharded else {"linked": 0}),
         }
-        values = dict(setup.predicted.values) | {"work": changed}
-        return self.seconds(Predicted.of(values), setup.spec).middle
+        predicted = replace(setup.predicted, work=changed)
+        return self.seconds(predicted, setup.spec).middle
 
 
 def swap_words(swapped: int | Mapping[str, int]) -> str:

@@ -152,7 +152,7 @@ def link_of(card: Card, rooms: Sequence[Room], measured: float | None = None) ->
 
 def why_unknown(spec: RecipeKeys, predicted: Predicted, card: Card) -> str:
     """Return why the seconds of a step are not computed; "" if they are."""
-    if predicted.work is None:
+    if not predicted.work:
         return "the prediction is of another version"
     if spec.context_parallel_size > 1:
         return "the exchange of context parallelism is not counted"
@@ -180,7 +180,6 @@ def seconds_of(
         forwards: Of the rank in a step, if not as many as on the others.
     """
     work = predicted.work
-    assert work is not None, "see why_unknown"
     times = forwards or int(work["micro_batches"])
     more = int(work.get("base_forwards", 0))
     forward, backward, step = work["forward"], work["backward"], work["step"]

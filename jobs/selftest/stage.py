@@ -375,7 +375,7 @@ def _report_speed(name: str, job: Job, ranks: int, gpu: str, busy: float | None)
 def _record_speed(job: Job, seconds: float, gpu: str) -> None:
     """Record how a step compares with what is computed, for later estimates on this machine."""
     predicted, card = calibration.read(job.run_dir), card_named(gpu)
-    if predicted is None or predicted.work is None or card is None:
+    if predicted is None or not predicted.work or card is None:
         return
     computed = seconds_of(predicted, card, link_of(card, ())).middle
     record_rate("speed", gpu, round(seconds / computed, 3))

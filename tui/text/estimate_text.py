@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from jobs.memory.fit import Fit, Verdict
-from jobs.memory.predicted import TITLES, Predicted
+from jobs.memory.predicted import TITLES, Parts, Predicted
 from jobs.memory.seconds import PARTS
 from jobs.spec.values.value_types import most_on_card, on_card
 from tui.text.format import gib, size
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _SHORT = {Verdict.FITS: "fits", Verdict.TIGHT: "tight", Verdict.TOO_LARGE: "no"}
 _MOST_SETUPS: Final = 6  # listed; the others are slower
-_PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "workspace")
+_PARTS = tuple(part.name for part in fields(Parts))
 
 
 def band(low: int, high: int) -> str:
@@ -210,7 +211,7 @@ def phases_text(predicted: Predicted) -> str:
         (
             TITLES.get(phase.name, phase.name),
             gib(phase.peak),
-            *(gib(phase.parts.get(part)) for part in _PARTS),
+            *(gib(getattr(phase.parts, part)) for part in _PARTS),
         )
         for phase in predicted.phases
     ]

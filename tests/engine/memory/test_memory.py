@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +17,6 @@ from engine.memory import estimator as estimator_module
 from engine.memory.__main__ import serve
 from engine.memory.estimator import Estimator
 from engine.memory.predict import Overheads, Trained, predict, state_bytes, temporary_bytes
-from engine.memory.prediction import PHASES, Parts, Phase, Prediction
 from engine.memory.tracing.live import Live, rounded
 from engine.memory.tracing.model import Shape, shape_of
 from engine.memory.tracing.timeline import Mark, Recorder, work_of
@@ -27,7 +26,7 @@ from engine.memory.walk import Layout, cost_of
 from engine.model.packing import Packing
 from engine.train.optimizer import build_optimizer
 from jobs.errors import UserError
-from jobs.memory.predicted import Predicted
+from jobs.memory.predicted import TITLES, Parts, Phase, Predicted
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
 from tests.support.engine.memory import peaks_of, reference, small_toy, with_layers
@@ -408,7 +407,7 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
     estimator: Estimator, toy: Path
 ) -> None:
     found = estimator.estimate(spec_of(toy, validation_prompts=["a red circle"]))
-    assert [phase.name for phase in found.phases] == list(PHASES)
+    assert [phase.name for phase in found.phases] == list(TITLES)
     assert all(phase.peak > 0 for phase in found.phases)
     assert any(note.startswith("torch_compile: true would") for note in found.notes)
     with_class = estimator.estimate(spec_of(toy, class_prompt="a circle", num_class_images=3))
@@ -422,36 +421,15 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
 
 def test_a_prediction_comes_back_from_json() -> None:
     phases = (Phase("forward", Parts(1, 2, 3, 4, 5, 6)), Phase("backward", Parts(7), "so"))
-    one = Prediction(
-        "Model",
-        10,
-        5,
-        "fsdp2",
-        8,
-        {"resolution": 64},
-        phases,
-        (21, 30),
-        {"nccl": 2},
-        {"rank": 9},
-        {"checkpoint": 3},
-        ("a note",),
-    )
-    read = Predicted.of(json.loads(json.dumps(one.to_dict())))
-    assert read.values == one.to_dict()
-    assert [(p.name, p.peak, p.parts, p.note) for p in read.phases] == [
-        (p.name, p.peak, asdict(p.parts), p.note) for p in phases
-    ]
-    for name in ("strategy", "ranks", "reserved", "device", "overheads", "host", "disk", "notes"):
-        assert getattr(read, name) == getattr(one, name), name
-    assert (read.peak, read.largest.name) == (one.peak, one.largest.name)
-    assert one.peak == 21
-    assert one.device == (23, 32)
-    assert one.largest.name == "forward"
+    one = Predicted("fsdp2", 8, phases, (21, 30), {"nccl": 2}, "Model", 10, 5, {"resolution": 64})
+    one = replace(one, host={"rank": 9}, disk={"checkpoint": 3}, notes=("a note",))
+    assert Predicted.of(json.loads(json.dumps(one.values))) == one
+    assert (one.peak, one.largest.name, one.device) == (21, "forward", (23, 32))
 
 
 @pytest.mark.parametrize("damage", [{"schema": 0}, {"phases": [{}]}, {"reserved": 3}])
 def test_a_damaged_prediction_is_told(damage: dict[str, Any]) -> None:
-    one = Prediction("M", 1, 1, "single", 1, {}, (Phase("load", Parts(1)),), (1, 1)).to_dict()
+    one = Predicted("single", 1, (Phase("load", Parts(1)),), (1, 1)).values
     with pytest.raises(ValueError, match="prediction"):
         Predicted.of(one | damage)
 

@@ -52,7 +52,7 @@ def test_more_held_than_there_is_leaves_nothing() -> None:
 
 
 def test_a_prediction_on_gpus_is_a_band_that_experience_widens_upwards() -> None:
-    found = predicted(device=(10, 20))
+    found = predicted(reserved=(10, 20), overheads={})
     assert fit_of(found, ROOM, on_gpus=True) == Fit(10, 20, ROOM)
     assert fit_of(found, ROOM, on_gpus=True, factor=1.24) == Fit(10, 25, ROOM)
     assert fit_of(found, ROOM, on_gpus=True, factor=0.5) == Fit(10, 20, ROOM), "never narrower"
@@ -80,7 +80,7 @@ def test_of_several_devices_the_tightest_counts() -> None:
     ],
 )
 def test_free_choice_leaves_out_the_fullest(place: Place, tightest: str) -> None:
-    assert place.fit(predicted(device=(1, 2))).room.name == tightest
+    assert place.fit(predicted(reserved=(1, 2), overheads={})).room.name == tightest
 
 
 def test_gpus_that_no_job_may_have_are_no_place_for_one() -> None:

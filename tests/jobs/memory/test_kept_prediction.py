@@ -68,7 +68,7 @@ def simple(**peaks: int) -> Predicted:
     """A prediction of which only the peaks matter."""
     values = predict(job().to_dict(), 2, "fsdp2")
     values["phases"] = [
-        {"name": name, "peak": peak, "parts": {}, "note": ""} for name, peak in peaks.items()
+        {"name": name, "parts": {"activations": peak}} for name, peak in peaks.items()
     ]
     return Predicted.of(values)
 

@@ -181,7 +181,7 @@ def test_rates_of_another_gpu_or_version_are_unknown() -> None:
     both = cards_of([CARD_ROOMS["4090"], CARD_ROOMS["3090"]])
     assert both == [CARDS["4090"], CARDS["3090"]]
     old = Predicted.of(dict(predicted().values) | {"work": {"schema": 0}})
-    assert old.work is None
+    assert not old.work
     assert why_unknown(JobSpec(), old, CARDS["4090"])
 
 

@@ -251,9 +251,7 @@ def describe(folder: Path) -> JobSpec:
 def predict(job: Job) -> None:
     """What was predicted of it: a little less than it measures."""
     sizes = {"load": 22, "forward": 60, "backward": 71, "optimizer": 40}
-    phases = [
-        {"name": name, "peak": size * GIB, "parts": {}, "note": ""} for name, size in sizes.items()
-    ]
+    phases = [{"name": name, "parts": {"parameters": size * GIB}} for name, size in sizes.items()]
     said = {
         "schema": 1,
         "model": "FluxTransformer2DModel",

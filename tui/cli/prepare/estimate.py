@@ -220,14 +220,14 @@ def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Acro
     if not isinstance(predicted, Predicted):
         return []
     spec = asked.spec
-    weights = max(phase.parts.get("parameters", 0) for phase in predicted.phases)
+    weights = max(phase.parts.parameters for phase in predicted.phases)
     gathers = (2 if spec.fsdp_reshard_after_forward else 1) * accumulation_steps(spec)
     return [
         across(
             strategy,
             count,
             weights=weights,
-            trained=int(predicted.values["trained"]),
+            trained=predicted.trained,
             gathers=gathers,
             gigabits=gigabits,
             full=spec.model_type == "full",

@@ -1,9 +1,8 @@
 """`python -m engine.memory`: predict memory, as a server of JSON lines or once for a job file.
 
 Without arguments it reads requests from standard input, a JSON object a line, and answers each with
-a line: `{"id": …, "job": {…}, "ranks": […], "strategies": […], "changes": [{…}]}`. All but the job
-is optional; every combination is answered. It ends at the end of the input, and never because
-of a request.
+a line: `{"id": …, "job": {…}, "ranks": […], "strategies": […]}`. All but the job is optional; every
+combination is answered. It ends at the end of the input, and never because of a request.
 """
 
 from __future__ import annotations
@@ -79,31 +78,18 @@ def serve(requests: Any, answers: Any) -> None:
 
 
 def answer(estimator: Estimator, request: dict[str, Any], spec: JobSpec) -> dict[str, Any]:
-    """Return predictions for every combination of changes, strategies and ranks."""
+    """Return predictions for every combination of strategies and ranks."""
     begun = time.perf_counter()
     predictions: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    for changes in request.get("changes") or [{}]:
-        for strategy in request.get("strategies") or [None]:
-            for ranks in request.get("ranks") or [None]:
-                about = {"changes": changes, "strategy": strategy, "ranks": ranks}
-                try:
-                    changed = changed_spec(spec, changes)
-                    prediction = estimator.estimate(changed, ranks, strategy)
-                    predictions.append(prediction.values | {"changes": changes})
-                except Exception as error:
-                    failed.append(about | _words(error))
+    for strategy in request.get("strategies") or [None]:
+        for ranks in request.get("ranks") or [None]:
+            try:
+                predictions.append(estimator.estimate(spec, ranks, strategy).values)
+            except Exception as error:
+                failed.append({"strategy": strategy, "ranks": ranks} | _words(error))
     seconds = round(time.perf_counter() - begun, 4)
     return {"predictions": predictions, "failed": failed, "seconds": seconds}
-
-
-def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
-    """Return a job with other values for some keys.
-
-    Raises:
-        UserError: The changed job is invalid.
-    """
-    return load_spec(None, spec.to_dict(only_set=True) | changes) if changes else spec
 
 
 def _estimator() -> Estimator:

@@ -128,7 +128,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             if job["optimizer"] == "adafactor" and strategy == "fsdp2":
                 failed.append(
                     {
-                        "changes": {},
                         "strategy": strategy,
                         "ranks": ranks,
                         "error": "adafactor cannot be sharded",
@@ -136,7 +135,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                     }
                 )
             else:
-                predictions.append(predict(job, ranks, strategy) | {"changes": {}})
+                predictions.append(predict(job, ranks, strategy))
     return {"id": request["id"], "predictions": predictions, "failed": failed, "seconds": 0.0}
 
 

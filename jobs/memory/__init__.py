@@ -3,8 +3,7 @@
 The engine predicts (`python -m engine.memory`) because that needs torch; nothing here imports it.
 
     predicted.py    the prediction as the jobs layer reads it: `Predicted`
-    cache.py        the on-disk cache of predictions
-    question.py     `predict`: from the cache, or else from `Server`, the warm process
+    question.py     `predict`: from the cache on disk, or else from `Server`, the warm process
     fit.py          compare with GPUs: whether it fits, the fastest strategy, the fewest GPUs
     ladder.py       changes that make a job fit, cheapest first
     host_memory.py  check host memory

@@ -132,8 +132,8 @@ class Predicted:
         fits = (other for most, other in self.by_card.items() if memory <= most)
         return next(fits, self)
 
-    def with_cards(self, others: Mapping[int, Predicted]) -> Predicted:
-        """Add the predictions for GPUs of up to these many bytes.
+    def with_cards(self, others: Mapping[str, Predicted]) -> Predicted:
+        """Add the predictions for GPUs of up to these sizes (`{"16GB": …}`).
 
         Host memory is then that of a machine with all of them.
         """
@@ -141,7 +141,7 @@ class Predicted:
         for name in ("machine", "machine_least"):
             if name in host:
                 host[name] += sum(other.host[name] - self.host[name] for other in others.values())
-        return replace(self, host=host, by_card=dict(sorted(others.items())))
+        return replace(self, host=host, by_card=_by_bytes(others))
 
     @property
     def largest(self) -> Phase:
@@ -176,7 +176,7 @@ class Predicted:
             for phase in self.phases
         ]
         own = {each.name: getattr(self, each.name) for each in fields(self)}
-        own["by_card"] = {memory: other.values for memory, other in self.by_card.items()}
+        own["by_card"] = {f"{m >> 30}GB": other.values for m, other in self.by_card.items()}
         derived = {"peak": self.peak, "largest": self.largest.name, "device": self.device}
         return {"schema": SCHEMA} | own | derived | {"phases": phases}
 
@@ -214,11 +214,16 @@ class Predicted:
                     "disk": dict(values.get("disk", {})),
                     "notes": tuple(map(str, values.get("notes", ()))),
                     "work": work if work.get("schema") == WORK_SCHEMA else {},
-                    "by_card": {
-                        int(memory): cls.of(other)
-                        for memory, other in values.get("by_card", {}).items()
-                    },
+                    "by_card": _by_bytes(
+                        {size: cls.of(v) for size, v in values.get("by_card", {}).items()}
+                    ),
                 }
             )
         except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"a damaged prediction ({error!r})") from None
+
+
+def _by_bytes(by_size: Mapping[str, Predicted]) -> dict[int, Predicted]:
+    """Return the predictions by a GPU's bytes instead of `16GB`, the smallest first."""
+    by_bytes = {int(size.removesuffix("GB")) << 30: one for size, one in by_size.items()}
+    return {most: by_bytes[most] for most in sorted(by_bytes)}

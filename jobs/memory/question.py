@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import itertools
 import json
 import os
@@ -14,6 +15,9 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -21,16 +25,17 @@ from pydantic import ValidationError
 from jobs.errors import SpecError, UserError
 from jobs.machine.child import end_child, start_child
 from jobs.machine.engine_tools import Cancelled, ToolError
-from jobs.memory import cache
-from jobs.memory.cache import forget_old
-from jobs.memory.predicted import Predicted
+from jobs.memory.predicted import SCHEMA, Predicted
 from jobs.models.model_config import find_target
 from jobs.models.model_files import check_config
+from jobs.paths import cache_home
+from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.steps import accumulation_steps, is_whole_batch
 from jobs.spec.rules.strategy import SHARDING, replicas_of, world_size
+from jobs.spec.values.field import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -237,6 +242,88 @@ def shared() -> Server:
         return _shared[0]
 
 
+# -- cache ----------------------------------------------------------------------------------
+# Predictions are cached on disk, one small file each, shared by all processes.
+
+
+_MAX_FILES: Final = 2000  # cached files of about 4 KB each; the oldest are deleted
+_PACKAGES: Final = ("torch", "diffusers", "transformers", "peft", "fsdp-tui")
+
+
+def cache_folder() -> Path:
+    return cache_home() / "memory"
+
+
+def key_of(spec: JobSpec, config: Mapping[str, Any] | None = None) -> str:
+    """Return the cache key of a prediction.
+
+    Args:
+        spec: The job, with its strategy and ranks resolved.
+        config: The denoiser's config; default: the one of the job's model. It is part of the key
+            because the same path may hold another model tomorrow.
+
+    Raises:
+        UserError: Its model is unknown or missing.
+    """
+    config = _config_of(spec) if config is None else config
+    facts = facts_of(type(spec))
+    kept = {key: value for key, value in sorted(spec.to_dict().items()) if facts[key].memory}
+    # The number of ranks matters, but must be normalized: several keys can spell it.
+    text = json.dumps([SCHEMA, engine_version(), spec.num_processes, kept, config], sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
+
+
+def cached(key: str) -> Predicted | None:
+    """Read the prediction cached under a key; None if there is none, or it is damaged."""
+    values = read_json(cache_folder() / f"{key}.json")
+    try:
+        return Predicted.of(values) if values is not None else None
+    except ValueError:
+        return None
+
+
+def remember(key: str, predicted: Predicted) -> None:
+    """Store a prediction. A full disk is not an error here; this is only a cache."""
+    with suppress(OSError):
+        cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(cache_folder() / f"{key}.json", json.dumps(predicted.values))
+
+
+def forget_old(most: int = _MAX_FILES) -> None:
+    """Delete all but the `most` newest predictions."""
+    with suppress(OSError):
+        files = sorted(cache_folder().glob("*.json"), key=_written, reverse=True)
+        for path in files[most:]:
+            path.unlink(missing_ok=True)
+
+
+def _written(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+@lru_cache(maxsize=1)
+def engine_version() -> str:
+    """Return a hash of everything that determines predictions: the engine and its libraries.
+
+    Stats some 200 files, once per process, and reads none of them.
+    """
+    root = Path(__file__).resolve().parents[2]
+    facts = hashlib.sha256()
+    for part in ("engine", "jobs"):
+        for path in sorted((root / part).rglob("*.py")):
+            with suppress(OSError):
+                stat = path.stat()
+                facts.update(
+                    f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}\n".encode()
+                )
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            facts.update(f"{package} {version(package)}\n".encode())
+    return facts.hexdigest()[:16]
+
+
 # -- question -------------------------------------------------------------------------------
 
 
@@ -289,15 +376,6 @@ def arranged(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> JobS
         raise SpecError(f"{strategy} on {ranks} ranks: {error.errors()[0]['msg']}") from None
 
 
-def key_of(spec: JobSpec) -> str:
-    """Return the cache key of a job whose strategy and ranks are resolved.
-
-    Raises:
-        UserError: Its model is unknown or missing.
-    """
-    return cache.key_of(spec.to_dict(), _config_of(spec))
-
-
 def _config_of(spec: JobKeys) -> dict[str, Any]:
     """Return the config of a job's denoiser.
 
@@ -340,7 +418,7 @@ def recall(spec: JobSpec, strategy: str, ranks: int, *, on_gpus: bool) -> Predic
     if differs_by_card(spec, strategy):
         return of_cards(spec, lambda alike: recall(alike, strategy, ranks, on_gpus=on_gpus))
     try:
-        return cache.recall(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
+        return cached(key_of(arranged(spec, strategy, ranks, on_gpus=on_gpus)))
     except (UserError, OSError):
         return None
 
@@ -392,15 +470,15 @@ def predict(
     complete, config = _complete(job), _config_of(job)
     if (refused := _why_refused(complete, config)) is not None:
         return Refused(strategy, ranks, *refused)
-    key = cache.key_of(job.to_dict(), config)
-    if not refresh and (cached := cache.recall(key)) is not None:
-        return cached
+    key = key_of(job, config)
+    if not refresh and (found := cached(key)) is not None:
+        return found
     request = {"job": complete.to_dict(), "ranks": [ranks], "strategies": [strategy]}
     answer = server.ask(request, cancelled)
     try:
         for values in answer["predictions"]:
             predicted = Predicted.of(values)
-            cache.remember(key, predicted)
+            remember(key, predicted)
             return predicted
         (first, *_) = answer["failed"]
         return Refused(strategy, ranks, str(first["error"]), first.get("hint"))

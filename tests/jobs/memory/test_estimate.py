@@ -24,7 +24,7 @@ from jobs.machine.child import start_child
 from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.machine.gpu import Gpu, GpuProcess
 from jobs.machine.procfs import started_at
-from jobs.memory import cache, question
+from jobs.memory import question
 from jobs.memory.calibration import Calibration, keep, read_calibration, record_beside
 from jobs.memory.calibration import read as read_prediction
 from jobs.memory.estimate import Estimate, Place, place_of
@@ -223,7 +223,7 @@ def test_what_was_predicted_is_not_asked_again_and_other_values_are(
     assert [count(), count(), count(name="other", learning_rate=3e-4, seed=7)] == [1, 1, 1]
     assert count(resolution=512) == 2
     assert count(gradient_checkpointing=True) == 3
-    for path in cache.folder().glob("*.json"):
+    for path in question.cache_folder().glob("*.json"):
         path.write_text("{")  # cut off
     assert count() == 4
 
@@ -231,18 +231,17 @@ def test_what_was_predicted_is_not_asked_again_and_other_values_are(
 def test_another_engine_or_another_config_makes_another_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    values = job().to_dict()
-    keys = {cache.key_of(values, {"num_layers": 1}), cache.key_of(values, {"num_layers": 2})}
-    monkeypatch.setattr(cache, "engine_version", lambda: "another")
-    assert len(keys | {cache.key_of(values, {"num_layers": 1})}) == 3
+    keys = {question.key_of(job(), {"num_layers": count}) for count in (1, 2)}
+    monkeypatch.setattr(question, "engine_version", lambda: "another")
+    assert len(keys | {question.key_of(job(), {"num_layers": 1})}) == 3
 
 
 def test_a_cache_keeps_only_the_newest(home: Path) -> None:
     for number in range(5):
-        cache.remember(f"{number}", fake(job(strategy="single", num_processes=1)))
-        os.utime(cache.folder() / f"{number}.json", (number, number))
-    cache.forget_old(most=2)
-    assert sorted(path.stem for path in cache.folder().iterdir()) == ["3", "4"]
+        question.remember(f"{number}", fake(job(strategy="single", num_processes=1)))
+        os.utime(question.cache_folder() / f"{number}.json", (number, number))
+    question.forget_old(most=2)
+    assert sorted(path.stem for path in question.cache_folder().iterdir()) == ["3", "4"]
 
 
 # -- fits ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from jobs.errors import UserError
 from jobs.launch import auto_room, build_launch, chosen_before, predicted_ddp
 from jobs.machine.gpu import Gpu
 from jobs.machine.procfs import started_at
-from jobs.memory import cache, calibration, question
+from jobs.memory import calibration, question
 from jobs.memory.calibration import Calibration, file, read_calibration, record
 from jobs.memory.predicted import Predicted
 from jobs.queue.states import State
@@ -60,7 +60,7 @@ def known(spec: JobSpec, strategy: str, ranks: int) -> Predicted:
     """A prediction that is in the cache already."""
     arranged = question.arranged(spec, strategy, ranks, on_gpus=True)
     found = Predicted.of(predict(arranged.to_dict(), ranks, strategy))
-    cache.remember(question.key_of(arranged), found)
+    question.remember(question.key_of(arranged), found)
     return found
 
 

@@ -471,8 +471,8 @@ def predict(
     if (refused := _why_refused(complete, config)) is not None:
         return Refused(strategy, ranks, *refused)
     key = key_of(job, config)
-    if not refresh and (found := cached(key)) is not None:
-        return found
+    if not refresh and (stored := cached(key)) is not None:
+        return stored
     request = {"job": complete.to_dict(), "ranks": [ranks], "strategies": [strategy]}
     answer = server.ask(request, cancelled)
     try:

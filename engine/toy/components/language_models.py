@@ -28,7 +28,6 @@ from transformers import (
     Qwen3Model,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    Qwen3VLModel,
 )
 
 from engine.toy.components.weights import fill_random, gains
@@ -141,40 +140,6 @@ def build_qwen2_5_vl(
     return _fill(Qwen2_5_VLForConditionalGeneration(config), dim, layers, seed)
 
 
-def build_qwen3_vl(
-    tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 4
-) -> Qwen3VLModel:
-    """Build Qwen3-VL without its head, `dim` wide (Krea 2 reads layers between its first and last).
-
-    Its image encoder is smaller than published in every size.
-    """
-    text = _common(tokenizer, dim, layers) | {"head_dim": HEAD_DIM}
-    # Time, height and width share the rotary pairs of a head.
-    text["rope_parameters"] = {
-        "rope_type": "default",
-        "rope_theta": 5_000_000.0,
-        "mrope_interleaved": True,
-        "mrope_section": [2, 3, 3],
-    }
-    config = Qwen3VLConfig(
-        text_config=text,
-        vision_config={
-            "depth": VISION_LAYERS,
-            "hidden_size": VISION_DIM,
-            "intermediate_size": 2 * VISION_DIM,
-            "num_heads": 2,
-            "out_hidden_size": dim,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [VISION_LAYERS - 1],
-        },
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
-    )
-    return _fill(Qwen3VLModel(config), dim, layers, seed)
-
-
 def build_qwen2_5_vl_text(
     tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 4
 ) -> Qwen2_5_VLTextModel:
@@ -185,7 +150,10 @@ def build_qwen2_5_vl_text(
 def build_qwen3_vl(
     tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 51
 ) -> Qwen3VLForConditionalGeneration:
-    """Build Qwen3-VL with its image encoder, `dim` wide (MiniMax-H3 reads its layer 50)."""
+    """Build Qwen3-VL with its image encoder, `dim` wide (MiniMax-H3 reads its layer 50).
+
+    Krea 2 reads layers between its first and last, without the head.
+    """
     text = _common(tokenizer, dim, layers) | {"head_dim": HEAD_DIM}
     text["rope_parameters"] = {
         "rope_type": "default",

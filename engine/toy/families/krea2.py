@@ -44,7 +44,9 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
             max_image_seq_len=6400,
         ),
         vae=build_video_vae(seed),
-        text_encoder=build_qwen3_vl(tokenizer, TEXT_DIM, seed=seed, layers=len(TEXT_LAYERS) + 1),
+        text_encoder=build_qwen3_vl(
+            tokenizer, TEXT_DIM, seed=seed, layers=len(TEXT_LAYERS) + 1
+        ).model,
         tokenizer=tokenizer,
         transformer=_build_transformer(seed, hidden_scale),
         text_encoder_select_layers=TEXT_LAYERS,

@@ -193,6 +193,29 @@ def why_after(job: Job) -> str:
     return f"{text}: {resume}release this job to start it all the same"
 
 
+def check_stages(job_id: int, earlier: Sequence[int], get: Callable[[int], Job]) -> None:
+    """Check that a queued job can wait for others.
+
+    Args:
+        job_id: The job.
+        earlier: Jobs that should complete before it.
+        get: Reads a job.
+
+    Raises:
+        NotFoundError: There is no such job.
+        StateError: One of them is the job or waits for it.
+    """
+    for first in earlier:
+        ahead, seen = [get(first)], set[int]()
+        while ahead:
+            at = ahead.pop()
+            if at.id == job_id:
+                why = "itself" if first == job_id else f"job {first}, which waits for job {job_id}"
+                raise StateError(f"job {job_id} cannot wait for {why}")
+            seen.add(at.id)
+            ahead += [get(i) for i, state in at.blockers if state is not None and i not in seen]
+
+
 def backend_of(wanted: int | list[str] | None) -> str:
     """Return the backend of a job with this request.
 

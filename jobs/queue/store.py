@@ -10,6 +10,7 @@ import json
 import sqlite3
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,16 @@ from jobs.errors import NotFoundError, StateError, UserError
 from jobs.machine.residence import residence
 from jobs.paths import close_to_others, ensure_state_home
 from jobs.queue import undo
-from jobs.queue.job import Change, Job, NewJob, Terms, backend_of, job_of_row, moved
+from jobs.queue.job import (
+    Change,
+    Job,
+    NewJob,
+    Terms,
+    backend_of,
+    check_stages,
+    job_of_row,
+    moved,
+)
 from jobs.queue.states import ACTIVE, State, may_follow
 from jobs.queue.tables import (
     HELD,
@@ -225,19 +235,24 @@ class Store:
         terms: Terms,
         reason: str,
         prepare: Callable[[undo.Undo], None],
+        follows: Sequence[int] | None = None,
     ) -> Job:
         """Give a job that waits in the queue another name and other terms; its place stays.
 
         `prepare` changes its files while nobody can start it, and keeps first what undoes that.
+        `follows` are the jobs that must complete before it starts, instead of those so far.
 
         Raises:
-            StateError: The job does not wait in the queue any more.
+            NotFoundError: There is no such job to follow.
+            StateError: The job does not wait in the queue any more, or would wait for itself.
         """
         with self.write() as db:
             job = self._get_queued(db, job_id)
             files = undo.Undo(self.home, job_id, undo.count_changes(db, job_id))
             update(db, job_id, {"name": name, "reason": ""} | terms.columns())
             self._sort_in(db, job_id, terms)
+            if follows is not None:
+                self._follow(db, job, follows)
             self._note(db, job_id, time.time(), job.state, job.state, reason)
             prepare(files)
             return self._get(db, job_id)
@@ -402,6 +417,16 @@ class Store:
             return leaving
 
     # -- inside ----------------------------------------------------------------------------
+
+    def _follow(self, db: sqlite3.Connection, job: Job, follows: Sequence[int]) -> None:
+        """Let a queued job start after these, instead of those so far."""
+        earlier = dict.fromkeys(follows)
+        check_stages(job.id, [*earlier], partial(self._get, db))
+        db.execute("DELETE FROM stages WHERE job=?", (job.id,))
+        for each in earlier:
+            insert(db, "stages", {"job": job.id, "follows": each})
+        if not job.held:
+            update(db, job.id, {"held": HELD_BY_STAGE if earlier else NOT_HELD})
 
     def connect(
         self, mode: str = "rw", patience: float | None = None

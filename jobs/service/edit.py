@@ -41,7 +41,12 @@ _LAST_CHOICES = (
 
 
 def change(
-    store: Store, job_id: int, spec: JobSpec, before: JobSpec, absent: Sequence[HubName] = ()
+    store: Store,
+    job_id: int,
+    spec: JobSpec,
+    before: JobSpec,
+    absent: Sequence[HubName] = (),
+    follows: Sequence[int] | None = None,
 ) -> tuple[Job, Plan]:
     """Change a queued job; it keeps its place in the queue.
 
@@ -51,15 +56,18 @@ def change(
         spec: Its new description.
         before: The job as the user saw it, so that no concurrent changes are overwritten.
         absent: Hub names that it waits for.
+        follows: Jobs that must complete before it starts; None for those so far.
 
     Returns:
         The job, and the plan for how it will run.
 
     Raises:
-        StateError: It is no longer queued, was handed to Slurm, or was changed concurrently.
+        NotFoundError: There is no such job to follow.
+        StateError: It is no longer queued, was handed to Slurm, was changed concurrently, or would
+            wait for itself.
         UserError: The new description is invalid; nothing has changed.
     """
-    plan = plan_change(store, job_id, spec, absent)
+    plan = plan_change(store, job_id, spec, absent, follows)
     run_dir = store.get(job_id).run_dir
     old, new = dump_spec(before), dump_spec(plan.spec)
 
@@ -75,15 +83,16 @@ def change(
         job_id,
         name=plan.spec.name,
         terms=Terms.of(plan.spec, plan.wanted),
-        reason=_what_changed(before, plan.spec),
+        reason=_what_changed(before, plan.spec, [] if follows is None else ["after"]),
         prepare=prepare,
+        follows=follows,
     )
     return service.start_if_free(store, job), plan
 
 
-def _what_changed(before: JobSpec, after: JobSpec) -> str:
+def _what_changed(before: JobSpec, after: JobSpec, more: Sequence[str]) -> str:
     old, new = before.to_dict(), after.to_dict()
-    keys = [key for key in new if new[key] != old[key]]
+    keys = [*(key for key in new if new[key] != old[key]), *more]
     return f"changed: {', '.join(keys)}" if keys else "resubmitted unchanged"
 
 

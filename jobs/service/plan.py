@@ -10,6 +10,7 @@ from jobs.errors import SpecError, StateError, UserError
 from jobs.hub.wanted import find_missing, noted
 from jobs.preflight import check_job
 from jobs.preflight.data import missing_partners
+from jobs.queue.job import check_stages
 from jobs.queue.states import ACTIVE, State
 from jobs.resume import compare_plans, find_resume_conflicts, with_known_length
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
@@ -81,12 +82,7 @@ def plan_submit(
     """
     earlier = [store.get(job_id) for job_id in follows]
     spec, notes = with_folder_repeats(spec)
-    notes += [
-        f"job {job.id}, which must complete first, is {job.state}; this job waits until it is "
-        "resumed and completes, or until this job is released"
-        for job in earlier
-        if job.state.ended and job.state is not State.COMPLETED
-    ]
+    notes += stage_notes(earlier)
     wanted = _check(spec, absent)
     check_job.check_beginning(spec)
     notes += missing_partners(spec)
@@ -186,22 +182,47 @@ def plan_resume(
     )
 
 
-def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubName] = ()) -> Plan:
+def stage_notes(earlier: Sequence[Job]) -> list[str]:
+    """Say which jobs that must complete first will not, unless someone resumes them."""
+    return [
+        f"job {job.id}, which must complete first, is {job.state}; this job waits until it is "
+        "resumed and completes, or until this job is released"
+        for job in earlier
+        if job.state.ended and job.state is not State.COMPLETED
+    ]
+
+
+def plan_change(
+    store: Store,
+    job_id: int,
+    spec: JobSpec,
+    absent: Sequence[HubName] = (),
+    follows: Sequence[int] | None = None,
+) -> Plan:
     """Check a change to a queued job, which may wait for what is absent.
 
+    Args:
+        store: The jobs.
+        job_id: The job.
+        spec: Its new description.
+        absent: What of the hub it waits for.
+        follows: Jobs that must complete before it starts; None for those so far.
+
     Raises:
-        StateError: It is no longer queued, or Slurm has it.
+        NotFoundError: There is no such job to follow.
+        StateError: It is no longer queued, Slurm has it, or it would wait for itself.
         UserError: The job is invalid, or cannot start from its checkpoint.
     """
     job = store.get(job_id)
     if job.state is not State.QUEUED:
         raise StateError(f"job {job_id} is {job.state}, not queued")
     check_not_submitted(job)
+    check_stages(job_id, follows or (), store.get)
     begin = newest_whole(job.run_dir)
     if begin is None:
         if not absent and noted(job.run_dir):
             absent = find_missing(spec)
-        return replace(plan_submit(store, spec, absent), job=job, rewritten=True)
+        return replace(plan_submit(store, spec, absent, follows or ()), job=job, rewritten=True)
     wanted = _check(spec)
     spec = settle(spec)
     changes, steps = _compare(begin, spec, job)
@@ -211,9 +232,8 @@ def plan_change(store: Store, job_id: int, spec: JobSpec, absent: Sequence[HubNa
             "trained",
             "use a larger number",
         )
-    return Plan(
-        spec, wanted, begin, [], changes, _find_needs(store, job, spec), job=job, rewritten=True
-    )
+    notes = [*stage_notes(list(map(store.get, follows or ()))), *_find_needs(store, job, spec)]
+    return Plan(spec, wanted, begin, [], changes, notes, job=job, rewritten=True)
 
 
 def _check(spec: JobSpec, absent: Sequence[HubName] = ()) -> int | list[str] | None:

@@ -139,6 +139,16 @@ def _read_id_lists(
     return _read_ids(ctx, param, tuple(part.strip() for text in values for part in as_list(text)))
 
 
+def _read_new_stages(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """Return the numbers of jobs, none for `none`; None if nothing was given."""
+    if not values:
+        return None
+    return () if values == (_NO_JOB,) else _read_id_lists(ctx, param, values)
+
+
+_NO_JOB: Final = "none"
 AFTER: Final = click.option(
     "--after",
     multiple=True,
@@ -147,6 +157,15 @@ AFTER: Final = click.option(
     shell_complete=_job_ids,
     help="Start only when these jobs have completed. If one fails, is stopped, lost or removed, "
     "the job waits until that one is resumed and completes, or this one is released.",
+)
+AFTER_INSTEAD: Final = click.option(
+    "--after",
+    multiple=True,
+    metavar="ID,ID",
+    callback=_read_new_stages,
+    shell_complete=_job_ids,
+    help="Start only when these jobs have completed, instead of those so far; none: wait for no "
+    "job.",
 )
 IDS_TO_STOP: Final = click.argument(
     "job_ids",

@@ -134,6 +134,17 @@ class GpusPanel(Lines, can_focus=True):
         """Return what the cursor is on."""
         return self._targets[self._last] if self._last < len(self._targets) else None
 
+    def find_stray(self) -> int:
+        """Move the cursor to the first process of this user without a job; count them."""
+        strays = [
+            place
+            for place, target in enumerate(self._targets)
+            if target is not None and target.is_stray and target.job is None
+        ]
+        if strays:
+            self._put(strays[0])
+        return len(strays)
+
     def show_all(self, rows: Sequence[tuple[Row, Target | None]]) -> None:
         """Replace the rows; the cursor stays on its target, or near its last row."""
         self._targets = [target for _, target in rows]
@@ -206,7 +217,13 @@ class GpusScreen(Screen[None]):
         Key("go(-1000000)", "home,g", "g", "start", "First GPU", line=False),
         Key("go(1000000)", "end,G,shift+g", "G", "end", "Last process", line=False),
         Key("to_job", "enter", "enter", "job", "Select the job that is there"),
-        Key("end_process", "T,shift+t", "T", "end", "End your process that belongs to no job"),
+        Key(
+            "end_process",
+            "T,shift+t",
+            "T",
+            "end",
+            "End your process without a job; on a GPU: find it",
+        ),
         Key("kill_process", "K,shift+k", "K", "kill", "Kill it, if it does not end", line=False),
         Key("switch_theme", "t", "t", "theme", "Switch between dark and light theme", line=False),
         Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen"),
@@ -278,6 +295,11 @@ class GpusScreen(Screen[None]):
         from tui.widgets.questions import ConfirmScreen
 
         target = self.panel.target
+        if target is not None and target.process is None and (count := self.panel.find_stray()):
+            if count > 1:
+                self.app.say(f"{count} processes of yours belong to no job: choose one")
+                return
+            target = self.panel.target
         process = target.process if target is not None else None
         if target is None or process is None or not target.is_stray:
             owner = process.user if process is not None and process.user else ""

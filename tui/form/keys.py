@@ -53,6 +53,13 @@ BINDINGS: Final[list[BindingType]] = [
         "Restore what an earlier form said and never queued; again: the one before it",
         label="restore a draft",
     ),
+    bind(
+        "form.after",
+        "f8",
+        "Choose jobs that must complete before this one starts",
+        label="start after jobs",
+        action="stages",
+    ),
     bind("form.templates", "ctrl+t", "Start from a template, or save one"),
     bind("form.blocks", "f2,ctrl+b", "Choose which blocks FSDP wraps", label="blocks to wrap"),
     bind(
@@ -85,6 +92,7 @@ _WIDE: Final = (
     *_NARROW[:3],
     ("templates", "^t", "template"),
     _NARROW[3],
+    ("stages", "F8", "after"),
     ("data", "^l", "data"),
     ("load", "^o", "load"),
     *_NARROW[4:6],

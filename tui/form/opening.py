@@ -47,7 +47,9 @@ def open_edit(dashboard: DashboardScreen, number: int) -> None:
         if job.state is State.QUEUED:
             spec = load_spec(job.run_dir.job_file)
             heading = f"job {job.id} “{job.name}”, queued"
-            _push(dashboard, spec.to_dict(), Purpose(heading, "change", job.id, spec))
+            first = tuple(number for number, _ in job.follows)
+            purpose = Purpose(heading, "change", job.id, spec, followed=first, follows=first)
+            _push(dashboard, spec.to_dict(), purpose)
             return
     except UserError as error:
         dashboard.app.say(str(error), "warning")

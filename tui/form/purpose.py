@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
+from jobs.errors import UserError
 from jobs.service import edit
-from jobs.service.plan import plan_resume, plan_submit
+from jobs.service.plan import plan_resume, plan_submit, stage_notes
 from jobs.service.sweep import advice, check_count, expand, plan_all, queue_all
 from jobs.spec.job_spec import key_facts
 from tui.form import draft
@@ -16,7 +17,7 @@ from tui.text.checkpoint_text import plan_lines
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jobs.queue.store import Store
+    from jobs.queue.store import Job, Store
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.field import Effect
     from jobs.spec.values.hub_names import HubName
@@ -57,6 +58,8 @@ class Purpose:
         source: The newest job, if there is one.
         resumes: Whether that job has ended and resumes with other settings.
         fixed: Whether it has a checkpoint, which fixes some of them.
+        followed: Jobs that had to complete before it when the form was opened.
+        follows: Jobs that must complete before it starts.
     """
 
     heading: str = "new job"
@@ -66,6 +69,15 @@ class Purpose:
     source: Source | None = None
     resumes: bool = False
     fixed: bool = False
+    followed: tuple[int, ...] = ()
+    follows: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> str:
+        """Return which jobs come first, for the title."""
+        if not self.follows:
+            return ""
+        return f" · starts after job {', '.join(map(str, self.follows))}"
 
     def changes(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the form's changes to the job, by key.
@@ -76,6 +88,10 @@ class Purpose:
         before = self.before.to_dict() if self.before is not None else {}
         after = draft.spec_of(values).to_dict()
         return {key: value for key, value in after.items() if value != before.get(key)}
+
+    def keeps_memory(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the job has trained, and these values cannot change its memory."""
+        return self.fixed and not any(key_facts(name).memory for name in self.changes(values))
 
     def is_fixed(self, name: str) -> bool:
         """Return whether the checkpoint fixes a key's value."""
@@ -114,16 +130,17 @@ class Purpose:
             UserError: It failed; nothing has changed.
         """
         if self.job is None or self.before is None:
-            plan = plan_submit(store, spec, absent)
+            plan = plan_submit(store, spec, absent, self.follows)
             return service.carry_out(store, plan).id, plan_lines(plan)
         if self.resumes:
             plan = plan_resume(store, self.job, self.changes(spec.to_dict()))
             return service.carry_out(store, plan).id, plan_lines(plan)
-        job, plan = edit.change(store, self.job, spec, self.before, absent)
+        follows = self.follows if self.follows != self.followed else None
+        job, plan = edit.change(store, self.job, spec, self.before, absent, follows)
         return job.id, plan_lines(plan)
 
-    @staticmethod
     def queue_sweep(
+        self,
         store: Store,
         values: Mapping[str, Any],
         swept: Mapping[str, Sequence[Any]],
@@ -139,7 +156,7 @@ class Purpose:
         """
         check_count(swept, "`fsdp-tui submit --sweep … --yes` queues them all")
         sweep = expand(store, values, swept, read=draft.spec_of)
-        plans = plan_all(store, sweep, lambda spec: absent)
+        plans = plan_all(store, sweep, lambda spec: absent, self.follows)
         jobs = queue_all(store, plans)
         lines = [*advice(sweep), *(line for plan in plans for line in plan_lines(plan))]
         return (
@@ -152,6 +169,53 @@ class Purpose:
     def done(self) -> str:
         """Return the message that follows the job's number."""
         return "queued" if self.job is None else "resumes" if self.resumes else "changed"
+
+
+# -- stages ---------------------------------------------------------------------------------
+# Jobs that must complete before the form's job starts.
+
+
+_LISTED: Final = 6  # jobs that are offered
+
+
+def job_numbers(text: str) -> tuple[int, ...]:
+    """Parse numbers of jobs, as in `3, 4`, dropping duplicates.
+
+    Raises:
+        UserError: Something else is in the text.
+    """
+    parts = [part.removeprefix("#") for part in text.replace(",", " ").split()]
+    for part in parts:
+        if not (part.isascii() and part.isdigit()):
+            raise UserError(f'"{part}" is not a job id')
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def stages_text(numbers: Sequence[int], jobs: Mapping[int, Job], own: int | None) -> str:
+    """Describe the chosen jobs, and list those that have not ended.
+
+    Args:
+        numbers: The chosen jobs.
+        jobs: All jobs, by number.
+        own: The form's job, if it is queued already.
+    """
+
+    def line(number: int) -> str:
+        job = jobs.get(number)
+        return f"  {number:>3}  {job.name}, {job.state}" if job else f"  {number:>3}  removed"
+
+    lines = ["after:", *map(line, numbers)] if numbers else ["waits for no job"]
+    lines += stage_notes([jobs[number] for number in numbers if number in jobs])
+    others = [
+        number
+        for number, job in sorted(jobs.items())
+        if not job.state.ended and number not in numbers and number != own
+    ]
+    if others:
+        lines += ["not ended yet:", *map(line, others[:_LISTED])]
+    if more := len(others) - _LISTED:
+        lines += [f"  and {more} more"] if more > 0 else []
+    return "\n".join(lines)
 
 
 # -- earlier --------------------------------------------------------------------------------

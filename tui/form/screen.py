@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -11,6 +12,8 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
+from jobs.errors import NotFoundError
+from jobs.queue.job import check_stages
 from jobs.spec.data_tool import NOT_NEEDED
 from jobs.spec.values.spellings import as_list
 from tui.form import draft, files
@@ -21,7 +24,7 @@ from tui.form.files import fields_palette, templates_palette
 from tui.form.keys import BINDINGS, last_line
 from tui.form.page_view import Fields
 from tui.form.pages import BLOCKS, PAGES, page_of
-from tui.form.purpose import Earlier
+from tui.form.purpose import Earlier, job_numbers, stages_text
 from tui.form.submission import Submission
 from tui.terminal import clipboard
 from tui.widgets.bars import Links, reveal, show
@@ -70,6 +73,34 @@ def choose_blocks(form: NewJobScreen) -> None:
             row.control.focus()
 
     form.app.push_screen(DetectScreen(model, names, draft.ranks_of(values)), chosen)
+
+
+def choose_stages(form: NewJobScreen) -> None:
+    """Choose the jobs that must complete before this one starts."""
+    from tui.widgets.questions import AskJobsScreen
+
+    if form.purpose.resumes:
+        form.notify("a job that resumes waits for no other; copy it instead", markup=False)
+        return
+    jobs = {view.job.id: view.job for view in form.snapshot.jobs}
+    followed = form.purpose.followed  # may have been removed
+
+    def read(text: str) -> tuple[tuple[int, ...], str]:
+        numbers = job_numbers(text)
+        for number in numbers:
+            if number not in jobs and number not in followed:
+                raise NotFoundError(f"no job {number}")
+        if form.purpose.job is not None:
+            check_stages(form.purpose.job, [n for n in numbers if n in jobs], jobs.__getitem__)
+        return numbers, stages_text(numbers, jobs, form.purpose.job)
+
+    def chosen(numbers: tuple[int, ...] | None) -> None:
+        if numbers is not None:
+            form.submission.purpose = replace(form.purpose, follows=numbers)
+            form.show_heading()
+
+    question = "Start when these jobs have completed"
+    form.app.push_screen(AskJobsScreen(question, form.purpose.follows, read), chosen)
 
 
 def ask_to_leave(form: NewJobScreen, *, busy: bool) -> None:
@@ -139,7 +170,8 @@ class NewJobScreen(Screen[int | None]):
     @property
     def heading(self) -> str:
         """Return the title: the form's purpose, and what can be reused from an earlier job."""
-        return f"{self.purpose.heading}{self.drafts.offer}{self.earlier.offer}"
+        purpose = self.purpose
+        return f"{purpose.heading}{purpose.stages}{self.drafts.offer}{self.earlier.offer}"
 
     # -- layout ----------------------------------------------------------------------------
 
@@ -208,7 +240,8 @@ class NewJobScreen(Screen[int | None]):
     @property
     def holds_changes(self) -> bool:
         """Return whether it holds input that is not queued."""
-        return not draft.same(self.fields.values, self.opened)
+        staged = self.purpose.follows != self.purpose.followed
+        return staged or not draft.same(self.fields.values, self.opened)
 
     def fill(self, values: Mapping[str, Any]) -> None:
         """Replace all values; none of them is adjusted to the family or the ranks."""
@@ -296,6 +329,9 @@ class NewJobScreen(Screen[int | None]):
             self.notify(f"{row.field} cannot be a list of values", markup=False)
         else:
             await row.turn_list()
+
+    def action_stages(self) -> None:
+        choose_stages(self)
 
     def action_take_over(self) -> None:
         self.earlier.turn()

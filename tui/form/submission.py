@@ -47,8 +47,7 @@ class Gate:
     def opens(self, values: Mapping[str, Any]) -> bool:
         """Return whether the job of these values may be queued now."""
         form, fit = self._form, self._form.query_one(FitBars)
-        ready = fit.knows(values) and not form.looks.under_way
-        if not ready and self._waiting != values:
+        if not self._is_ready(values) and self._waiting != values:
             self._waiting = dict(values)
             form.tell(_WAITS)
             return False
@@ -68,8 +67,14 @@ class Gate:
             return
         if values != self._form.values:  # typed on meanwhile
             self._wait_no_longer()
-        elif self._form.query_one(FitBars).knows(values) and not self._form.looks.under_way:
+        elif self._is_ready(values):
             self._form.call_later(self._form.action_submit)
+
+    def _is_ready(self, values: Mapping[str, Any]) -> bool:
+        """Return whether all checks of these values have ended."""
+        fits = self._form.query_one(FitBars).knows(values)
+        checked = fits or self._form.purpose.keeps_memory(values)
+        return checked and not self._form.looks.under_way
 
     def _wait_no_longer(self) -> None:
         if self._waiting is not None:
@@ -209,7 +214,8 @@ class Submission:
         problem = message.problem
         if message.free_name:
             # The job can no longer be edited. Offer to queue the form as a new job.
-            self.purpose = Purpose(heading=f"copy of job {self.purpose.job}")
+            follows = self.purpose.follows
+            self.purpose = Purpose(heading=f"copy of job {self.purpose.job}", follows=follows)
             self._form.fields.put({"name": message.free_name})
             self._form.show_heading()
             problem += "; ^r now queues your settings as a new job"

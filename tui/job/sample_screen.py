@@ -8,6 +8,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Static
 
 from tui.job.sample_table import Loaded, Loading, Place, about
+from tui.job.samples import EXPORT, export_step
 from tui.keys.key_table import Key, bindings_of, line_of
 from tui.terminal.image import Picture
 from tui.terminal.image_protocol import current
@@ -59,6 +60,7 @@ class SampleScreen(OfOneJob[Place]):
             "Earlier step on the left",
             line=False,
         ),
+        EXPORT,
         Key("copy_path", "o,y", "o", "path", "Copy the path of the image or video"),
         Key("copy_prompt", "c", "c", "copy prompt", "Copy the prompt", line=False),
         Key("show_help", "question_mark,f1", "?", "help", "Keys of this screen", line=False),
@@ -152,6 +154,9 @@ class SampleScreen(OfOneJob[Place]):
             self.beside = self.table.samples.get((number, self.beside.step))
         self.place = place
         self._show()
+
+    def action_export(self) -> None:
+        export_step(self.app, self.job, self.table.steps[self.place.column])
 
     def action_toggle_compare(self) -> None:
         self.comparing = not self.comparing

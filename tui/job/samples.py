@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from jobs.queue.store import Job
     from jobs.run.samples import Sample
+    from tui.app.app import FsdpTui
     from tui.look.job_look import Look
     from tui.terminal.image_protocol import Protocol
 
@@ -249,6 +250,26 @@ _EMPTY = (
 _NO_PROMPTS = "No samples: this job has no validation_prompts."
 
 
+EXPORT: Final = Key("export", "e", "e", "export", "Export the checkpoint of the image's step")
+
+
+def export_step(app: FsdpTui, job: Job, step: int) -> None:
+    """Export a job's checkpoint of a step, if there is one."""
+
+    def export() -> str:
+        if job.id in app.dashboard.exports.running:
+            return f"job {job.id} is being exported already"
+        steps = [saved for saved, _ in job.run_dir.complete_checkpoints()]
+        if step not in steps:
+            near = min(steps, key=lambda saved: abs(saved - step), default=None)
+            near_by = f"step {near} has the nearest: 6 lists them" if near is not None else None
+            raise UserError(f"job {job.id} has no checkpoint of step {step}", near_by)
+        app.call_later(app.dashboard.exports.start, job, step)
+        return f"exporting step {step} of job {job.id} …"
+
+    app.act(export)
+
+
 class SamplesPane(Pane):
     """The grid, and how the selected image was made."""
 
@@ -268,6 +289,7 @@ class SamplesPane(Pane):
             "compare",
             "Compare with the marked image, or the first of its prompt",
         ),
+        EXPORT,
         Key("copy_path", "o,y", "o", "path", "Copy the path of the image or video"),
         Key("zoom(1)", "plus,equals_sign", "+ −", "size", "Fewer, larger images"),
         Key("zoom(-1)", "minus", "−", "smaller", "More, smaller images", line=False),
@@ -345,6 +367,10 @@ class SamplesPane(Pane):
 
         if isinstance(place, Place):
             self.grid.choose(self.grid.table.clamp(place))
+
+    def action_export(self) -> None:
+        if (sample := self.grid.chosen) is not None:
+            export_step(self.app, self.job, sample.step)
 
     def action_copy_path(self) -> None:
         if (sample := self.grid.chosen) is not None:

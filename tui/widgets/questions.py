@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,9 +12,12 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
+from jobs.errors import UserError
 from tui.widgets.path_input import PathInput, PathSuggester
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from textual.app import ComposeResult
     from textual.widgets.button import ButtonVariant
 
@@ -49,6 +53,52 @@ class AskNameScreen(ModalScreen[str | None]):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         self.dismiss(event.value.strip() or None)
+
+
+# -- ask jobs -------------------------------------------------------------------------------
+# Ask for the numbers of jobs.
+
+
+class AskJobsScreen(ModalScreen[tuple[int, ...] | None]):
+    """Returns the numbers of jobs, or None if the user cancels.
+
+    Args:
+        question: The heading.
+        proposal: The initial numbers.
+        read: Reads the input: the numbers, and what to say of them; raises `UserError`.
+    """
+
+    CSS_PATH = "modals.tcss"
+    BINDINGS: ClassVar = [Binding("escape", "dismiss", "cancel", id="ask.cancel")]
+
+    def __init__(
+        self,
+        question: str,
+        proposal: Sequence[int],
+        read: Callable[[str], tuple[tuple[int, ...], str]],
+    ) -> None:
+        super().__init__()
+        self.question = question
+        self.proposal = ", ".join(map(str, proposal))
+        self.read = read
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog", id="ask-jobs") as dialog:
+            dialog.border_title = self.question
+            dialog.border_subtitle = "enter accept · esc cancel"
+            yield Input(self.proposal, id="jobs-input", compact=True, placeholder="3, 4")
+            yield Static("", markup=False, id="base")
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        try:
+            _, text = self.read(event.value)
+        except UserError as error:
+            text = f"! {error}"
+        self.query_one("#base", Static).update(text)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        with suppress(UserError):  # which stands below
+            self.dismiss(self.read(event.value)[0])
 
 
 # -- ask path -------------------------------------------------------------------------------

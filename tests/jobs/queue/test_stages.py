@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 from itertools import combinations
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobs import service
-from jobs.errors import NotFoundError
-from jobs.queue.job import NewJob, Terms, why_after
+from jobs.errors import NotFoundError, StateError
+from jobs.queue.job import NewJob, Terms, check_stages, why_after
 from jobs.queue.states import ACTIVE, ENDED, State
 from jobs.queue.store import Store
 from jobs.queue.tables import HELD_BY_STAGE
@@ -192,6 +195,48 @@ def test_older_processes_and_a_repair_never_start_it_early(store: Store) -> None
         db.execute("DELETE FROM stages")
     assert store.get(job.id).held
     assert not store.hold(job.id, False).held
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.sets(st.integers(1, 5))), max_size=12))
+def test_no_edits_make_jobs_wait_for_each_other(edits: list[tuple[int, set[int]]]) -> None:
+    waits: dict[int, set[int]] = {number: set() for number in range(1, 6)}
+
+    def get(number: int) -> Any:
+        blockers = tuple((earlier, State.QUEUED) for earlier in waits[number])
+        return SimpleNamespace(id=number, blockers=blockers)
+
+    for number, follows in edits:
+        new = waits | {number: follows}
+        try:
+            check_stages(number, sorted(follows), get)
+        except StateError:
+            assert not _can_all_complete(new)
+        else:
+            assert _can_all_complete(new)
+            waits = new
+
+
+def _can_all_complete(waits: dict[int, set[int]]) -> bool:
+    left = set(waits)
+    while free := {number for number in left if not waits[number] & left}:
+        left -= free
+    return not left
+
+
+def test_an_edit_keeps_the_hold_and_ends_the_wait(store: Store) -> None:
+    job = [add(store), add(store, 1)][1]
+
+    def follow(*earlier: int) -> Job:
+        terms = Terms(1, None, 9)
+        return store.redescribe(
+            job.id, name="t", terms=terms, reason="", prepare=lambda _: None, follows=earlier
+        )
+
+    assert not follow().passed_over
+    store.hold(job.id, True)
+    assert (follow(1).held, follow().held) == (True, True)
+    with pytest.raises(StateError, match="job 2 cannot wait for itself"):
+        follow(2)
 
 
 def test_a_database_of_version_3_gets_stages(store: Store) -> None:

@@ -148,6 +148,7 @@ SCENES: Final = (
     Scene("fields", (*_COPY, "ctrl+f", *"lora"), ("escape", "escape")),
     Scene("templates", (*_NEW, "ctrl+t"), ("escape", "escape")),
     Scene("ask-path", (*_COPY, "ctrl+s"), ("escape", "escape")),
+    Scene("ask-jobs", (*_COPY, "f8", *"2, "), ("escape", "escape")),
     Scene("ask-template", (*_COPY, *_SAVE_TEMPLATE), ("escape", "escape")),
     Scene("leave-question", (*_NEW, "x", "escape"), ("y",)),
     Scene(

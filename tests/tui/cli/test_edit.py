@@ -75,6 +75,30 @@ def test_a_dry_run_changes_nothing(shell: Shell, store: Store, waiting: int) -> 
     assert spec_of(store, waiting).seed != 9
 
 
+def test_the_jobs_before_it_are_changed(
+    shell: Shell, store: Store, waiting: int, job_file: Path
+) -> None:
+    second, third = (int(shell.json("submit", str(job_file))["id"]) for _ in range(2))
+    assert shell.json("edit", str(third), f"--after={waiting},{second}")["state"] == "queued"
+    assert [number for number, _ in store.get(third).follows] == [waiting, second]
+    assert store.history(third)[-1].reason == "changed: after"
+    shell("edit", str(third), "--seed=9")
+    assert len(store.get(third).follows) == 2
+    for words, told in (
+        (f"{third}", f"job {third} cannot wait for itself"),
+        (f"{second},99", "no job 99"),
+        ("cats", '"cats" is not a job id'),
+    ):
+        status, _, errors = shell("edit", str(third), "--after", words)
+        assert (status, told in errors) == (2, True)
+    for circle in ("--dry-run", "--json"):
+        status, _, errors = shell("edit", str(waiting), "--after", str(third), circle)
+        assert status == 2
+        assert f"job {third}, which waits for job {waiting}" in errors
+    shell("edit", str(third), "--after=none")
+    assert not store.get(third).follows
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -34,7 +34,7 @@ from tests.support.tui.made_up_runs import (
 from tests.support.tui.pilot import until
 from tui.dashboard.device_rows import columns as device_columns
 from tui.dashboard.device_rows import device_head, device_rows, devices_title, hint_of, links
-from tui.dashboard.gpus import GpusScreen, gpus_rows, graph
+from tui.dashboard.gpus import GpusPanel, GpusScreen, gpus_rows, graph
 from tui.dashboard.jobs_panel import job_groups, queue_places
 from tui.dashboard.panels import DevicesPanel, redraw_after
 from tui.dashboard.rank_lines import (
@@ -525,8 +525,8 @@ async def test_the_gpu_screen_ends_ones_own_stray_process_and_leaves_others_alon
             assert isinstance(screen, GpusScreen)
             await until(pilot, lambda: screen.panel.target is not None)
             await pilot.press("T")
-            assert "no process of yours" in driven_app.said(app)[-1]
-            await pilot.press("j", "T")
+            assert "2 processes of yours belong to no job" in driven_app.said(app)[-1]
+            await pilot.press("k", "T")
             assert "it is someone's" in driven_app.said(app)[-1]
             await pilot.press("j", "T")
             asked = await driven_app.question(app, pilot)
@@ -538,7 +538,13 @@ async def test_the_gpu_screen_ends_ones_own_stray_process_and_leaves_others_alon
             await pilot.press("y")
             await until(pilot, lambda: any("belongs to a job" in t for t in driven_app.said(app)))
             assert ours.poll() is None
-            await pilot.press("k", "T")
+            # Three keys from the dashboard, where it is the only one.
+            card = replace(card, processes=processes[:2])
+            await pilot.press("escape", "u")
+            await until(pilot, lambda: isinstance(app.screen, GpusScreen) and app.screen.is_mounted)
+            seen = lambda: driven_app.shown(app.screen.query_one(GpusPanel))  # noqa: E731
+            await until(pilot, lambda: "mine.py" in seen() and "worker.py" not in seen())
+            await pilot.press("T")
             await driven_app.question(app, pilot)
             await pilot.press("y")
             await until(pilot, lambda: stray.poll() is not None)

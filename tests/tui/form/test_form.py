@@ -35,6 +35,7 @@ from tui.form.beside import Look
 from tui.form.fields import GpuPicker, users_of
 from tui.form.files import saved_drafts
 from tui.form.pages import PAGES
+from tui.form.purpose import Purpose
 from tui.form.screen import NewJobScreen
 from tui.widgets.questions import ConfirmScreen
 
@@ -519,6 +520,39 @@ async def test_a_waiting_job_is_changed_in_its_place(store: Store, waiting: Job)
         await until(pilot, lambda: "job 1 changed" in said(app))
         assert [job.total_steps for job in store.all()] == [77]
         assert load_spec(store.get(1).run_dir.job_file).max_train_steps == 77
+
+
+@pytest.mark.slow
+async def test_the_jobs_before_it_are_chosen_and_checked_as_typed(
+    store: Store, waiting: Job, job_values: dict[str, Any]
+) -> None:
+    def below() -> str:
+        return str(app.screen.query_one("#base", Static).content)
+
+    add_job(store, "other", job_file=dump_spec(load_spec(None, job_values | {"name": "other"})))
+    async with running(store, select=waiting.id) as (app, pilot):
+        await pilot.press("e")
+        await until(pilot, lambda: isinstance(app.screen, NewJobScreen))
+        await pilot.press("f8", "9")
+        await until(pilot, lambda: below() == "! no job 9")
+        await pilot.press("enter", "backspace", "1")
+        await until(pilot, lambda: below() == "! job 1 cannot wait for itself")
+        await pilot.press("backspace", "2")
+        await until(pilot, lambda: "2  other, queued" in below())
+        await pilot.press("enter")
+        await until(pilot, lambda: "starts after job 2" in text_of(app, "form-title"))
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: app.screen is app.dashboard)
+        assert store.get(1).blockers == ((2, State.QUEUED),)
+        await pilot.press("e")
+        await until(pilot, lambda: "starts after job 2" in text_of(app, "form-title"))
+        await pilot.press("f8", "backspace", "enter", "escape")
+        await question(app, pilot)
+        await pilot.press("n", "ctrl+r")
+        await until(pilot, lambda: not store.get(1).follows)
+    purpose = Purpose(follows=(1,))
+    made, _ = purpose.carry_out(store, load_spec(None, job_values | {"name": "third"}))
+    assert [number for number, _ in store.get(made).follows] == [1]
 
 
 @pytest.mark.slow

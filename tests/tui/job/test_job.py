@@ -290,6 +290,8 @@ async def test_a_failure_of_memory_ends_in_keys_that_resume_with_what_fits(
         assert isinstance(pane, OverviewPane)
         await until(pilot, lambda: "1 seed 7 · 45.0 GiB" in pane.as_text().replace("  ", " "))
         assert "10 steps are lost" in pane.as_text()
+        # A rank that was killed has left no report; one key from here to its log.
+        assert "enter read the log of rank 1" in pane.as_text()
         await pilot.press("1")
         asked = await question(app, pilot)
         assert "after step 30?" in asked.question

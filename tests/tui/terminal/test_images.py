@@ -20,10 +20,12 @@ from textual.geometry import Region
 
 from jobs.queue.states import State
 from jobs.run.samples import Sample
-from tests.support.tui.driven_app import running
+from tests.support.jobs.checkpoints import save_checkpoint
+from tests.support.tui.driven_app import running, said
 from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import driven, until
 from tests.support.waiting import PATIENCE
+from tui.dashboard.screen import Exports
 from tui.job.sample_screen import SampleScreen
 from tui.job.sample_table import ZOOMS, Place, Table, about, shape_of, window
 from tui.job.samples import SampleGrid, SamplesPane
@@ -475,6 +477,8 @@ async def test_one_picture_fills_the_screen_and_two_are_compared(
     monkeypatch.setattr(
         "tui.terminal.clipboard.copy", lambda app, text: copied.append(text) or "copied"
     )
+    started: list[tuple[int, int]] = []
+    monkeypatch.setattr(Exports, "start", lambda _, job, step: started.append((job.id, step)))
     async with opened(store, (80, 24)) as (app, pilot, grid):
         await until(pilot, lambda: grid._cells and steps_of(grid)[0][-1] == 600)
         await pilot.press("enter")
@@ -498,6 +502,11 @@ async def test_one_picture_fills_the_screen_and_two_are_compared(
         await until(pilot, lambda: screen.beside and screen.beside.step == 200)
         await pilot.press("up")
         await until(pilot, lambda: screen.beside and screen.beside.number == 0)
+        await pilot.press("e")
+        await until(pilot, lambda: "no checkpoint of step 400" in said(app)[-1])
+        save_checkpoint(job.run_dir, 400)
+        await pilot.press("e")
+        await until(pilot, lambda: started == [(job.id, 400)])
         await pilot.press("o", "c")
         await until(pilot, lambda: len(copied) == 2)
         assert copied[0].endswith("step-400/00.png")

@@ -203,13 +203,21 @@ _HEADER = """\
     is_flag=True,
     help="Validate and print the complete job; change nothing.",
 )
+@job_arguments.AFTER_INSTEAD
 @job_arguments.JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+def edit(
+    job_id: int,
+    words: tuple[str, ...],
+    after: tuple[int, ...] | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
     """Edit a queued job in place: [--key=value …], or its file in $EDITOR.
 
     \b
     fsdp-tui edit 4 --max_train_steps=500 --gpus=2,3
+    fsdp-tui edit 4 --after 2,3
     fsdp-tui edit 4
     """
     values, others = parse_flags(words)
@@ -223,9 +231,9 @@ def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> N
             f"`fsdp-tui show {job_id} --as yaml` prints its file, to submit as a new job",
         )
     before = load_spec(job.run_dir.job_file)
-    if values:
+    if values or after is not None:
         spec = _checked(load_spec(job.run_dir.job_file, values, on_note=job_arguments.warn))
-        _carry_out(store, job_id, spec, before, dry_run, as_json)
+        _carry_out(store, job_id, spec, before, dry_run, as_json, after)
         return
     path = _draft(job, before)
     spec_or_none = _from_editor(path)
@@ -241,15 +249,21 @@ def edit(job_id: int, words: tuple[str, ...], dry_run: bool, as_json: bool) -> N
 
 
 def _carry_out(
-    store: Store, job_id: int, spec: JobSpec, before: JobSpec, dry_run: bool, as_json: bool
+    store: Store,
+    job_id: int,
+    spec: JobSpec,
+    before: JobSpec,
+    dry_run: bool,
+    as_json: bool,
+    after: tuple[int, ...] | None = None,
 ) -> None:
     if dry_run:
-        plan = plan_change(store, job_id, spec)
+        plan = plan_change(store, job_id, spec, follows=after)
         tell(plan)
         facts = plan.spec.to_dict()
         echo(json.dumps(facts) if as_json else dump_spec(plan.spec), nl=as_json)
         return
-    job, plan = jobs_edit.change(store, job_id, spec, before)
+    job, plan = jobs_edit.change(store, job_id, spec, before, follows=after)
     tell(plan)
     echo(json.dumps(_facts(job, plan.changes)) if as_json else f"job {job.id} changed")
 

@@ -251,7 +251,9 @@ def _fitting_rows(fits: Sequence[Step] | None, width: int) -> list[Row]:
 
 
 def failed_rank(look: Look) -> int | None:
-    """Return the rank that failed first; None if no rank reported an error."""
+    """Return the rank that failed first; None if no single rank did."""
+    if look.failure is not None and look.failure.rank is not None:
+        return look.failure.rank  # one that was killed has reported nothing
     failed = causes_of(look.errors) or look.errors
     return int(failed[0]["rank"]) if failed else None
 

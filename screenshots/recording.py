@@ -39,7 +39,7 @@ WIDTH = 1000  # pixels
 FONT = "DejaVu Sans Mono"
 _BRAILLE = '<text style="font-family: DejaVu Sans" '
 LONG, SHORT = 2500, 550  # milliseconds of a frame
-COLORS = 64
+COLORS = 128
 
 
 class Film:
@@ -65,11 +65,17 @@ class Film:
 
     def save(self, path: Path) -> None:
         """Draw all frames, in the colors of the whole film."""
-        drawn = [
+        frames = [
             Image.open(io.BytesIO(cairosvg.svg2png(with_font(svg), output_width=WIDTH)))
-            .convert("RGB")
-            .quantize(COLORS, dither=Image.Dither.NONE)
             for svg, _ in self.frames
+        ]
+        film = Image.new("RGB", (frames[0].width // 2, frames[0].height // 2 * len(frames)))
+        for number, frame in enumerate(frames):
+            film.paste(frame.convert("RGB").reduce(2), (0, frame.height // 2 * number))
+        colors = film.quantize(COLORS)
+        drawn = [
+            frame.convert("RGB").quantize(palette=colors, dither=Image.Dither.NONE)
+            for frame in frames
         ]
         times = [shown for _, shown in self.frames]
         drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=times, loop=0)

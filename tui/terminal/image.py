@@ -131,12 +131,12 @@ class Picture(Container):
         super().__init__()
         blocks = protocol == "blocks"
         self.inner: Any = BlockPicture() if blocks else picture_class(protocol)()
+        self.inner.display = False  # not in compose, which may come after the first image
         self._blocks = blocks
         self._words = Static("", markup=False)
         self._shown_words = ""
 
     def compose(self) -> ComposeResult:
-        self.inner.display = False
         yield self.inner
         yield self._words
 

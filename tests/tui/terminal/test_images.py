@@ -338,6 +338,10 @@ async def test_every_protocol_has_a_widget_that_fits(
         picture.say("broken", bad=True)
         await pilot.pause()
         assert not picture.inner.display
+        early = Picture(kind)
+        early.show(Image.new("RGB", (300, 100), "red"))  # decoded before there was a widget
+        await pilot.app.mount(early)
+        assert early.inner.display
     assert terminal.getvalue().startswith("\x1b_G") == (kind == "kitty")
 
 

@@ -96,7 +96,8 @@ def build_objective(spec: JobSpec, family: Family, model_root: Path) -> Objectiv
         samples_alike = spec.flow_shift == "sampler"
         shift_of = family.sampler_shift_of if samples_alike else family.shift_of
         by_scheduler = spec.flow_shift is None and spec.timestep_sampling in _SCHEDULED
-        return Flow(spec, shift_of, (low, high), family.terminal() if by_scheduler else 0.0)
+        terminal = family.terminal() if by_scheduler else 0.0
+        return Flow(spec, shift_of, (low, high), terminal, family.facts.uniform_draws)
     from diffusers import DDPMScheduler
 
     from engine.diffusion.denoising import Denoising

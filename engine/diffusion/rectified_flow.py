@@ -56,12 +56,14 @@ class Flow:
             job sets none.
         sigmas: Lowest and highest sigma that the model is for.
         terminal: The lowest sigma of draws, like a scheduler's `shift_terminal`.
+        uniform: The share of `stretched` draws that are uniform instead.
     """
 
     spec: JobSpec
     shift_of: Callable[[int, int, int], float]
     sigmas: tuple[float, float] = (0.0, 1.0)
     terminal: float = 0.0
+    uniform: float = 0.0
 
     def draw(self, latents: torch.Tensor, generators: Sequence[torch.Generator]) -> NoiseDraw:
         """Draw sigma and noise for each sample.
@@ -121,6 +123,25 @@ class Flow:
 
     def _sigma_at(self, share: float, shift: float) -> float:
         """Return the sigma at this quantile, not limited to the range."""
+        if not self._uniform or not 0 < share < 1:
+            return self._own_sigma_at(share, shift)
+        low, high = 0.0, 1.0  # shares of the draws that are not uniform
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            sigma = self._own_sigma_at(middle, shift)
+            evenly = max(0.0, sigma - LEAST_STRETCHED) / (1 - LEAST_STRETCHED)
+            if (1 - self._uniform) * middle + self._uniform * evenly < share:
+                low = middle
+            else:
+                high = middle
+        return self._own_sigma_at(high, shift)
+
+    @property
+    def _uniform(self) -> float:
+        return self.uniform if self.spec.timestep_sampling == "stretched" else 0.0
+
+    def _own_sigma_at(self, share: float, shift: float) -> float:
+        """Return the sigma at this quantile of the draws that are not uniform."""
         spec = self.spec
         sigma = sigma_at(
             share,
@@ -155,6 +176,9 @@ class Flow:
 
     def _draw_any(self, shift: float, generator: torch.Generator) -> torch.Tensor:
         how = self.spec.timestep_sampling
+        if self._uniform and torch.rand((), generator=generator) < self._uniform:
+            sigma = torch.rand((), generator=generator)
+            return LEAST_STRETCHED + (1 - LEAST_STRETCHED) * sigma
         if how in ("uniform", "uniform_shift", "mode"):
             sigma = torch.rand((), generator=generator)
         else:

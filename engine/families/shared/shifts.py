@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.spec.families.base import ShiftLine
 
@@ -12,12 +12,17 @@ if TYPE_CHECKING:
     from jobs.spec.families.base import Family as Facts
 
 
+# Shifts below this draw the same levels already if they are `stretched`; far above it, fp32 has too
+# few sigmas to stretch them apart.
+_LARGEST: Final = 1000.0
+
+
 def trained_shift(facts: Facts, schedule: Mapping[str, Any], tokens: int) -> float:
     """Return the shift of training.
 
     It is the family's own, if its models were trained with another shift than they sample with,
-    else the scheduler's. A shift that depends on the number of tokens is not extrapolated: outside
-    of the fitted range, use its nearest end.
+    else the scheduler's. A shift that depends on the number of tokens is not extrapolated, unless
+    the family says so: outside of the fitted range, use its nearest end.
 
     Args:
         facts: The family's facts.
@@ -27,7 +32,9 @@ def trained_shift(facts: Facts, schedule: Mapping[str, Any], tokens: int) -> flo
     if isinstance(facts.trained_shift, float):
         return facts.trained_shift
     line = facts.trained_shift or _line(schedule)
-    return line.at(tokens) if line else _fixed(schedule)
+    if line is None:
+        return _fixed(schedule)
+    return min(line.at(tokens, extrapolate=line.endless), _LARGEST)
 
 
 def sampler_shift(schedule: Mapping[str, Any], tokens: int) -> float:

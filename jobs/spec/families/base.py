@@ -26,6 +26,7 @@ class ShiftLine:
         many: Tokens at the second point.
         high: mu there.
         linear: Whether mu is the shift itself (`time_shift_type: linear`), and not its logarithm.
+        endless: Whether training follows it beyond its points.
     """
 
     few: int
@@ -33,6 +34,7 @@ class ShiftLine:
     many: int
     high: float
     linear: bool = False
+    endless: bool = False
 
     def at(self, tokens: int, *, extrapolate: bool = False) -> float:
         """Return the shift for a number of tokens.
@@ -137,6 +139,7 @@ class Family:
         references: How its models take conditioning images; None if they take none.
         trained_shift: The shift of sigma that training draws with by default; None for the one in
             the model's scheduler. Samplers have another where they make few steps of it.
+        uniform_draws: The share of `stretched` draws that are uniform instead.
         shifts_by_tokens: Whether the shift of its schedulers follows the number of tokens.
     """
 
@@ -170,6 +173,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     references: References | None = None
     trained_shift: ShiftLine | float | None = None
+    uniform_draws: float = 0.0
     shifts_by_tokens: bool = False
 
     @property

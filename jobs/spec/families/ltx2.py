@@ -16,9 +16,9 @@ FAMILY = Family(
     },
     latent_step=32,
     frame_step=8,
-    # `ShiftedLogitNormalTimestepSampler` of Lightricks' trainer has this line, and so have the
-    # schedulers; it extrapolates it.
-    trained_shift=ShiftLine(few=1024, low=0.95, many=4096, high=2.05),
+    # `ShiftedLogitNormalTimestepSampler` of Lightricks' trainer.
+    trained_shift=ShiftLine(few=1024, low=0.95, many=4096, high=2.05, endless=True),
+    uniform_draws=0.1,
     defaults={
         "resolution": 704,  # 960x544, which that trainer's configs have
         "fps": 24.0,

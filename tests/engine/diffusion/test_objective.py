@@ -279,7 +279,7 @@ def test_a_prediction_that_no_training_is_tested_with_is_refused() -> None:
 
 def family_of(objective: str) -> Any:
     return SimpleNamespace(
-        facts=SimpleNamespace(objective=objective),
+        facts=SimpleNamespace(objective=objective, uniform_draws=0.0),
         shift_of=lambda height, width, frames: 2.5,
         sigma_range=lambda: (0.1, 0.9),
         terminal=lambda: 0.2,

@@ -19,6 +19,7 @@ import torch
 from engine import families
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys
+from engine.diffusion.objective import build_objective
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
 from tests.support.engine.families import (
@@ -167,5 +168,22 @@ def test_cached_texts_are_of_every_part_that_made_them(
 def test_the_shift_is_of_the_tokens(case: Case) -> None:
     """As Lightricks' trainer and the pipeline count them: one for each cell, in all frames."""
     assert case.family.tokens_of(16, 24, 16) == 16 * 24 * 16
-    assert case.family.shift_of(16, 16, 4) == pytest.approx(math.exp(0.95))
     assert case.family.sampler_shift_of(16, 16, 4) == pytest.approx(math.exp(0.95))
+
+
+@pytest.mark.parametrize("frames", [1, 4, 16, 200])
+def test_levels_are_drawn_as_lightricks_trainer_draws_them(frames: int, case: Case) -> None:
+    """By `ShiftedLogitNormalTimestepSampler`, whose shift grows with any number of tokens."""
+    objective = build_objective(case.spec(), case.family, case.paths.model)
+    latents = torch.zeros(1, 1, frames, 16, 24, device="meta")
+    mu = 0.95 + (frames * 16 * 24 - 1024) * 1.1 / 3072
+    shares = (torch.arange(9000).double() + 0.5) / 9000
+    normal = torch.special.ndtri(shares)
+    low, high = (torch.sigmoid(torch.tensor(mu + end).double()) for end in (-2.5758, 3.0902))
+    stretched = ((torch.sigmoid(normal + mu) - low) / (high - low)).clamp(1e-3, 1)
+    theirs = torch.cat([stretched, shares[::9] * 0.999 + 1e-3])  # nine to one
+    quantiles = [number / 20 for number in range(1, 20)]
+    levels = torch.tensor([objective.level_at(each, latents) for each in quantiles]).double()
+    wanted = torch.quantile(theirs, torch.tensor(quantiles).double())
+    assert torch.allclose(levels, wanted, atol=0.01)
+    assert levels[1] < 0.6 < levels[9], "no noise level is left out"

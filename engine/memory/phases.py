@@ -160,8 +160,9 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     dtype = compute_dtype(spec)
     try:
         packing = packing_of(spec.text_encoder_precision)
-        size, image_encoder = encoder_bytes(root, dtype, packing), _image_encoder_bytes(spec, root)
-        parts = Parts(parameters=size + image_encoder)
+        size = encoder_bytes(root, dtype, packing)
+        beside = _image_encoder_bytes(spec, root) + _conditioner_bytes(root, dtype)
+        parts = Parts(parameters=size + beside)
         if ranks == 1 or not _in_shards(spec, root):
             return Phase("text_cache", parts, _TEXT_NOTE)
         held, gathered = _sharded_encoders(root, dtype, ranks, packing)
@@ -170,7 +171,7 @@ def text_cache(spec: JobSpec, root: Path, ranks: int) -> Phase | None:
     # If the job leaves sharding open, the GPUs' free memory decides (`engine.model.text_encoders`).
     # This is the lower bound.
     note = _CROWDED_NOTE if spec.shard_text_encoders is None else _TEXT_NOTE
-    return Phase("text_cache", Parts(parameters=held + image_encoder, gathered=gathered), note)
+    return Phase("text_cache", Parts(parameters=held + beside, gathered=gathered), note)
 
 
 def text_lora_bytes(spec: JobSpec, root: Path) -> int:
@@ -201,6 +202,16 @@ def _image_encoder_bytes(spec: JobKeys, root: Path) -> int:
     if not sees_images(spec) or not place.is_dir():
         return 0
     return sum(rounded(4 * tensor.elements) for tensor in stored_tensors(place).values())
+
+
+def _conditioner_bytes(root: Path, dtype: torch.dtype) -> int:
+    """Return the bytes of what changes the encoders' output, which each rank loads unsharded."""
+    return sum(
+        rounded(tensor.elements * dtype.itemsize)
+        for name in ("text_conditioner", "connectors")
+        if (root / name).is_dir()
+        for tensor in stored_tensors(root / name).values()
+    )
 
 
 def _in_shards(spec: JobSpec, root: Path) -> bool:

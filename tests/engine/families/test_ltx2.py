@@ -20,6 +20,8 @@ from engine import families
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys
 from engine.diffusion.objective import build_objective
+from engine.memory.phases import text_cache
+from engine.model.text_encoders import encoder_bytes
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
 from tests.support.engine.families import (
@@ -142,6 +144,16 @@ def test_a_text_is_filled_up_with_registers(case: Case) -> None:
     assert text.abs().amin(dim=1).min() > 0
     with pytest.raises(UserError, match="multiple of the model's 16 text registers"):
         case.family.encode(case.text, PROMPT, 40)
+
+
+def test_estimates_of_encoding_count_the_connectors(case: Case) -> None:
+    """3.2 B parameters in LTX-2.3, which each rank loads beside its shard of Gemma."""
+    spec, root = case.spec(), case.paths.model
+    phase = text_cache(spec, root, 1)
+    assert phase is not None
+    connectors = sum(p.numel() for p in case.text.connectors.parameters())
+    beside = phase.parts.parameters - encoder_bytes(root, torch.float32)
+    assert 4 * connectors <= beside < 6 * connectors, "each tensor is rounded up"
 
 
 @pytest.mark.parametrize("name", [FIRST, "anima"])

@@ -28,6 +28,7 @@ from engine.toy.components.clip_and_t5 import (
 )
 from engine.toy.components.language_models import (
     build_gemma2,
+    build_gemma3,
     build_llama,
     build_llama_lm,
     build_mistral3,
@@ -311,6 +312,12 @@ CASES = [
         UNGUIDED,
     ),
     Case("LTXPipeline", t5, {0: (128, DIM)}, UNGUIDED),
+    Case(
+        "LTX2Pipeline",
+        lambda: with_tokenizer(build_gemma_tokenizer(CAPTIONS), build_gemma3),
+        {0: (64, 4 * DIM)},  # the words, and all layers
+        {**UNGUIDED, "max_sequence_length": 64},
+    ),
     Case("HunyuanVideoPipeline", hunyuan_video, {0: (256, DIM), 1: (64,)}),
     Case(
         "HiDreamImagePipeline",
@@ -343,7 +350,8 @@ CASES = [
 
 def empty_parts(case: Case) -> Parts:
     model = "unet" if case.pipeline == "StableDiffusionXLPipeline" else "transformer"
-    return {"scheduler": None, "vae": None, model: None}
+    sound = ("audio_vae", "vocoder", "connectors") if case.pipeline == "LTX2Pipeline" else ()
+    return dict.fromkeys(("scheduler", "vae", model, *sound))
 
 
 @torch.no_grad()

@@ -90,6 +90,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
     "chroma": {"": "chroma", "hd": "chroma", "base": "chroma"},
     "lumina2": {"": "lumina-2", "2.0": "lumina-2"},
     "anima": {"": "anima", "base-1.0": "anima-base-1.0"},
+    "ideogram4": {"": "ideogram-4", "4.0": "ideogram-4"},
     "krea2": {"": "krea-2", "raw": "krea-2-raw", "turbo": "krea-2-turbo"},
     "sana": {
         "": "sana",
@@ -151,6 +152,7 @@ _IMPLEMENTATIONS: Final = {
     "chroma": "https://huggingface.co/lodestones/Chroma",
     "lumina2": "https://github.com/Alpha-VLLM/Lumina-Image-2.0",
     "anima": "https://huggingface.co/circlestone-labs/Anima",
+    "ideogram4": "https://github.com/ideogram-oss/ideogram4",
     "krea2": "https://github.com/krea-ai/krea-2",
     "auraflow": "https://github.com/cloneofsimo/minRF",
     "pixart_sigma": "https://github.com/PixArt-alpha/PixArt-sigma",

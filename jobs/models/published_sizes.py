@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # (tests/engine/families/test_published.py).
 PARAMETERS: Final[dict[str, int]] = {
     "Alpha-VLLM/Lumina-Image-2.0": 2_609_769_152,
+    "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers": 9_279_288_448,
     "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": 1_604_641_952,
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": 1_604_462_752,
     "Efficient-Large-Model/Sana_1600M_1024px_diffusers": 1_604_462_752,

@@ -67,6 +67,7 @@ BOUNDARIES: Final = {
 
 # Width, height and frames that a family was made for, where it is not 1024x1024.
 _NATIVE: Final = {
+    "ideogram4": (2048, 2048, 1),
     "hunyuanvideo": (1280, 720, 129),
     "hunyuanvideo15": (1280, 720, 121),
     "ltxvideo": (1216, 704, 121),
@@ -218,7 +219,7 @@ def peers_draw(family: str, entry: dict[str, Any]) -> tuple[str, Shares]:
     Args:
         family: One of the entry's.
         entry: Of `peers`. "line" is a `ShiftLine`, which "extrapolate" follows beyond its points;
-            "uniform" is the share of draws that are even instead.
+            "uniform" is the share of draws that are even instead, "deviation" that of the logit.
     """
     count = tokens(family, next(iter(FAMILIES[family].flavours)), sizes(family)[-1])
     shift, by = entry.get("shift", 1.0), ""
@@ -229,7 +230,11 @@ def peers_draw(family: str, entry: dict[str, Any]) -> tuple[str, Shares]:
         by = f", by tokens: {line.low:g} at {line.few:,} to {line.high:g} at {line.many:,}"
         by += " and beyond" if beyond else ""
     drawn = f"`{entry['how']}`" + (f", {shift:.3g}{by}" if shift != 1 else "")
-    shares = _shares(lambda quantile: sigma_at(quantile, entry["how"], shift=shift))
+    deviation = entry.get("deviation", 1.0)
+    drawn += f", with a deviation of {deviation:g}" if deviation != 1 else ""
+    shares = _shares(
+        lambda quantile: sigma_at(quantile, entry["how"], shift=shift, deviation=deviation)
+    )
     if even := entry.get("uniform", 0.0):
         drawn += f"; {even * 100:.0f} % `uniform`"
         shares = Shares(

@@ -5,11 +5,27 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.nn import Module
-    from torch.overrides import TorchFunctionMode
+
+
+class NoMask(TorchFunctionMode):
+    """Makes the mask of all tokens None, so that blocks pass no mask to attention.
+
+    Diffusers builds it as `(B, tokens)` or `(B, tokens, tokens)` and adds a dimension for heads.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.unsqueeze and args[0].dtype is torch.bool and args[0].dim() == 3:
+            return None
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

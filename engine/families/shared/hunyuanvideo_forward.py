@@ -6,29 +6,13 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-import torch
 from diffusers import HunyuanVideoPipeline
-from torch.overrides import TorchFunctionMode
 
-from engine.families.shared.function_window import window
+from engine.families.shared.function_window import NoMask, window
 from engine.families.shared.text_masks import fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-class _NoMask(TorchFunctionMode):
-    """Makes the mask of all tokens None, so that blocks pass no mask to attention.
-
-    Diffusers builds it from the lengths of texts, as `(B, tokens)` and then `(B, 1, 1, tokens)`.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.unsqueeze and args[0].dtype is torch.bool and args[0].dim() == 3:
-            return None
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -42,7 +26,7 @@ def without_masks(transformer: Any) -> Iterator[None]:
         hook = transformer.context_embedder.register_forward_pre_hook(refine_unmasked)
         stack.callback(hook.remove)
         begins = transformer.context_embedder.register_forward_hook
-        stack.enter_context(window(begins, transformer.transformer_blocks[0], _NoMask))
+        stack.enter_context(window(begins, transformer.transformer_blocks[0], NoMask))
         yield
 
 

@@ -70,6 +70,14 @@ QWEN_CHAT = """\
 {%- endif %}
 {%- endif %}"""
 
+QWEN_VL_CHAT = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' }}
+{%- for block in message['content'] %}{{- block['text'] }}{%- endfor %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
 LLAMA3_SPECIAL = (
     "<|begin_of_text|>",
     "<|end_of_text|>",

@@ -44,7 +44,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     dev = flavour == "dev"
     made = {
         "scheduler": build_scheduler(),
-        "vae": _build_vae(seed),
+        "vae": build_flux2_vae(seed),
         "transformer": _build_transformer(seed, HEADS * hidden_scale, guidance=dev),
     }
     if dev:
@@ -99,7 +99,7 @@ def _open_gates(weight: torch.Tensor, sets: int) -> None:
         gate.add_(5 / weight.shape[1])
 
 
-def _build_vae(seed: int) -> AutoencoderKLFlux2:
+def build_flux2_vae(seed: int) -> AutoencoderKLFlux2:
     """Random; its batch norm knows the latents that it makes of toy images."""
     vae = parts.random_model(
         AutoencoderKLFlux2,

@@ -35,6 +35,7 @@ _FAMILIES: Final = {
     "qwen": "qwen_image",
     "z_image": "z_image",
     "krea2": "krea2",
+    "ideogram4": "ideogram4",
 }
 # Of the oldest scripts, whose names have no family.
 _OLDEST: Final = re.compile(r"train_(dreambooth|text_to_image)(_lora)?")
@@ -56,6 +57,7 @@ _TAKE_SEVERAL: Final = ("validation_prompts", "report_to")
 # are not, since the class does not know `flow_shift`.
 _SHIFTS: Final[dict[str, float | str | None]] = {
     "sd3": None,  # the family's is its scheduler's
+    "ideogram4": None,  # by resolution, as here
     "lumina2": 1 / 6,  # its 6, of the share of data that the script calls sigma
     "z_image": "sampler",
     "hidream": 3.0,

@@ -29,6 +29,9 @@ _LAYERS: Final = rf"\w*transformer_blocks\.\d+\..*(?:{models.LINEAR})"
 _TOKENS: Final = {"flux2": 32, "hunyuanvideo15": 32, "2.2-ti2v-5b": 32, "ltx2": 64}
 # Layers that get one in families whose names are others there.
 _TARGETS: Final = {
+    "ideogram4": (
+        r"layers\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123]|adaln_modulation)"
+    ),
     "krea2": (
         r".*_blocks\.\d+\.(attn\.to_(q|k|v|gate|out\.0)|ff\.(gate|up|down))|text_fusion\.projector"
         r"|txt_in\.linear_[12]"

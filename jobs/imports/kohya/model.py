@@ -33,6 +33,7 @@ _PUBLISHED: Final = (
     (r"qwen_image(_edit)?(_(2509|2511|plus))?(_(bf16|fp8|fp16).*)?", "qwen_image"),
     (r"z_image(_turbo)?(_(bf16|fp8|fp16).*)?", "z_image"),
     (r"flux-?2-(dev|klein).*", "flux2"),
+    (r"ideogram4(_(bf16|fp8|nvfp4).*)?", "ideogram4"),
     (r"(krea-?_?2[-_])?(raw|turbo)", "krea2"),
 )
 _PRECISION: Final = r"([-_.](bf16|fp16|fp8.*|e4m3.*|scaled))*$"
@@ -175,7 +176,7 @@ _NETWORKS: Final = re.compile(r"(musubi_tuner\.)?networks\.lora(_\w+)?|lora(_\w+
 _INSTEAD: Final = "is not supported; the job trains a LoRA instead"
 _OTHER_NETWORKS: Final = ("networks.lora_fa",)
 # Families whose attention is one layer for q, k and v there; sd-scripts can split some of them.
-_FUSED: Final = ("flux", "chroma", "sd3", "lumina2", "flux2", "hunyuanvideo")
+_FUSED: Final = ("flux", "chroma", "sd3", "lumina2", "flux2", "hunyuanvideo", "ideogram4")
 _SPLIT: Final = ("flux", "chroma", "sd3")
 
 
@@ -277,6 +278,8 @@ def sampling(draft: Draft, key: str, value: Any) -> None:
         _scaled(draft, key, "logit_normal")
     elif word == "shift":
         _scaled(draft, key, "shift", draft.number("discrete_flow_shift") or 1.0)
+    elif word == "ideogram4_shift":
+        draft.take(key, "timestep_sampling", "shift", "by resolution, as here")
     elif word in _LINES:
         _scaled(
             draft, key, "uniform_shift" if word == "nextdit_shift" else "shift", _at(draft, word)

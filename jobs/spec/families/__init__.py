@@ -58,6 +58,7 @@ _NAMES = (
     "hidream",
     "anima",
     "krea2",
+    "ideogram4",
     "wan",
     "minimax_h3",
     "ltxvideo",

@@ -112,6 +112,7 @@ class Family:
         guided_above: Scales up to this one make no second prediction (classifier_free).
         true_cfg: Whether the pipeline also takes a negative prompt with a true_cfg_scale, where
             guidance is an input of the model.
+        text_negatives: Whether a negative prompt says what guidance leads away from.
         component: Directory of the denoiser, and its name in the pipeline.
         context_parallel: Whether diffusers has a context-parallel plan that can train it.
         splits_text: Whether that plan splits text tokens too, so that their number must divide.
@@ -153,6 +154,7 @@ class Family:
     guidance: Guidance = "classifier_free"
     guided_above: float = 1.0
     true_cfg: bool = True
+    text_negatives: bool = True
     component: str = "transformer"
     other_names: tuple[str, ...] = ()
     context_parallel: bool = False

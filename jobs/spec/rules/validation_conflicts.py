@@ -59,6 +59,12 @@ def _negative_prompts(spec: DataPlanKeys) -> str:
         kind == "none" or (kind == "embedded" and not family.true_cfg_of(spec.model_flavour))
     ):
         return _takes_no_negatives(requests, family, kind)
+    if (
+        family is not None
+        and not family.text_negatives
+        and any(r.negative_prompt for r in requests)
+    ):
+        return f"validation_prompts: negative prompts have no effect with {family.title}"
     if family is not None and kind == "classifier_free":
         if any(request.true_cfg_scale > 1 for request in requests):
             return (

@@ -295,6 +295,20 @@ LAYOUTS = {
         ),
         "convert_cosmos_transformer_checkpoint_to_diffusers",
     ),
+    "ideogram4": Published(
+        "CalamitousFelicitousness--Ideogram-4-bf16-Diffusers",
+        {"num_layers": 1},
+        prefixed(
+            "layers.0.",
+            {
+                "attention.qkv": (13824, 4608),
+                "attention.o": (4608, 4608),
+                "feed_forward.w1": (12288, 4608),
+                "feed_forward.w3": (12288, 4608),
+                "feed_forward.w2": (4608, 12288),
+            },
+        ),
+    ),
     "krea2": Published(
         "krea--Krea-2-Raw",
         {"num_layers": 1, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1},
@@ -376,6 +390,7 @@ FORMATS = {
             "wan",
             "anima",
             "krea2",
+            "ideogram4",
         ),
         ("diffusers", "kohya"),
     ),
@@ -498,7 +513,7 @@ def test_its_names_tell_whose_a_lora_can_be(name: str) -> None:
 FUSED = {
     **dict.fromkeys(("flux", "chroma", "flux2", "sd3", "lumina2", "z_image"), "lycoris_"),
     "pixart_sigma": "transformer.",
-    **dict.fromkeys(("hunyuanvideo", "hunyuanvideo15", "minimax_h3")),
+    **dict.fromkeys(("hunyuanvideo", "hunyuanvideo15", "minimax_h3", "ideogram4")),
 }
 
 

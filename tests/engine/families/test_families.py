@@ -51,6 +51,7 @@ MASKED = {
     "chroma",
     "hunyuanvideo",
     "hunyuanvideo15",
+    "ideogram4",
     "krea2",
     "ltxvideo",
     "lumina2",
@@ -354,7 +355,7 @@ def test_a_lokr_is_exported_and_read_by_stock_code_and_by_another_job(
     recipe = Recipe(spec, case.family, case.paths.model, 4, ema=False, dtype="auto", formats=None)
     made = export_alone(model, recipe, tmp_path / "export")
     files = sorted(made.path.glob("*.safetensors"))
-    fused = case.facts.name in ("hunyuanvideo", "hunyuanvideo15", "minimax_h3")
+    fused = case.facts.name in ("hunyuanvideo", "hunyuanvideo15", "minimax_h3", "ideogram4")
     assert len(files) == 2 - (fused or case.facts.name == "sana")
     assert bool(made.warnings) == fused
     for file in files:

@@ -39,6 +39,7 @@ BLOCKS: Final[dict[str, str]] = {
         "HunyuanVideoTransformerBlock"
     ),
     "LTX2VideoTransformer3DModel": "LTX2VideoTransformerBlock",
+    "Ideogram4Transformer2DModel": "Ideogram4TransformerBlock",
     "Krea2Transformer2DModel": "Krea2TextFusionBlock Krea2TransformerBlock",
     "LTXVideoTransformer3DModel": "LTXVideoTransformerBlock",
     "MiniMaxH3Transformer3DModel": "MiniMaxH3TokenRefinerBlock MiniMaxH3TransformerBlock",
@@ -60,6 +61,8 @@ DEEPER: Final = "BasicTransformerBlock Downsample2D ResnetBlock2D Upsample2D"
 # digits: by them even a longer table of positions is told.
 PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "Alpha-VLLM/Lumina-Image-2.0": ("Lumina2Transformer2DModel", 2_609_769_152),
+    # Of the defaults of diffusers' class, which are those of musubi-tuner's `Ideogram4Config`.
+    "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers": ("Ideogram4Transformer2DModel", 9.279e9),
     "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": ("SanaTransformer2DModel", 1.605e9),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": ("SanaTransformer2DModel", 1.604e9),
     "Efficient-Large-Model/Sana_1600M_1024px_diffusers": ("SanaTransformer2DModel", 1.604e9),

@@ -53,7 +53,11 @@ RANKS = 2
 STEPS = 4
 # What has hardly learnt anything by then is trained for twice as long.
 LATE = {
-    (name, "lora") for name in ("auraflow", "flux", "qwen_image", "qwen_image:edit-2509", "flux2")
+    (name, "lora")
+    for name in (
+        *("auraflow", "flux", "qwen_image", "qwen_image:edit-2509", "flux2"),
+        "ideogram4",
+    )
 }
 LATE |= {("sana:1.6b", "full")}
 

@@ -1037,6 +1037,7 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"train__timestep_type": "shift", "model__arch": "minimax_h3"},
         {"model_family": "minimax_h3", "timestep_sampling": "uniform_shift", "flow_shift": 12.0},
     ),
+    ({"model__arch": "ideogram4"}, {"model_family": "ideogram4"}),
     ({"model__arch": "omnigen2"}, Lost),
     (
         {"model__arch": "wan22_14b_i2v", "model__model_kwargs": {"train_high_noise": False}},
@@ -1158,6 +1159,7 @@ SCRIPT_NAMES: Final = [
     ("train_dreambooth_lora_qwen_image.py", "qwen_image", "lora"),
     ("train_dreambooth_lora_z_image.py", "z_image", "lora"),
     ("train_dreambooth_lora_krea2.py", "krea2", "lora"),
+    ("train_dreambooth_lora_ideogram4.py", "ideogram4", "lora"),
     ("my_supported_train_sana_lora.py", "sana", "lora"),
     ("train_dreambooth_lora.py", "stable_diffusion", "lora"),
     ("train_text_to_image.py", "stable_diffusion", "full"),

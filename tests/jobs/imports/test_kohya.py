@@ -178,6 +178,7 @@ TRAINED: Final = [
         "klein-base-9b",
         "lora",
     ),
+    ("ideogram4_train_network.py --dit a", "ideogram4", None, "lora"),
     ("krea2_train_network.py --dit raw.safetensors", "krea2", "raw", "lora"),
     ("flux_kontext_train_network.py --dit a", "flux", "kontext", "lora"),
 ]

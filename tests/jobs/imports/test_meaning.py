@@ -66,6 +66,11 @@ TARGETS: Final = [
     ("dreambooth/train_dreambooth_lora_flux2_klein.py", "flux2:klein-base-4b", flux2(24)),
     ("dreambooth/train_dreambooth_lora_hidream.py", "hidream", [*ATTENTION[:3], "to_out"]),
     (
+        "dreambooth/train_dreambooth_lora_ideogram4.py",
+        "ideogram4",
+        [*ATTENTION, "w1", "w2", "w3"],
+    ),
+    (
         "dreambooth/train_dreambooth_lora_krea2.py",
         "krea2",
         [
@@ -253,8 +258,8 @@ def even() -> Any:
     return RANDOM.random(DRAWS)
 
 
-def logistic(mean: float = 0.0) -> Any:
-    return 1 / (1 + np.exp(-RANDOM.normal(mean, 1, DRAWS)))
+def logistic(mean: float = 0.0, deviation: float = 1.0) -> Any:
+    return 1 / (1 + np.exp(-RANDOM.normal(mean, deviation, DRAWS)))
 
 
 def shifted(shift: float, sigma: Any) -> Any:
@@ -284,6 +289,7 @@ SCRIPTS: Final[list[tuple[str, str, Callable[[], Any]]]] = [
     ("qwen_image", "", lambda: table(1, even())),
     ("sana", "", lambda: table(1, even())),
     ("krea2", "", lambda: table(1, even())),
+    ("ideogram4", "", lambda: shifted(2, logistic(deviation=1.5))),
     ("hidream", "", lambda: table(3, even())),
     ("lumina2", "", lambda: 1 - table(6, even())),
     ("lumina2", "--weighting_scheme=logit_normal", lambda: 1 - table(6, logistic())),
@@ -304,7 +310,7 @@ def check_draws(toys: Toys, spec: JobSpec, side: int, drawn: Any) -> None:
     flavour = spec.model_flavour or next(iter(FAMILIES[spec.model_family].flavours))
     root = toys.model(spec.model_family)
     family = families.load(spec.model_family, flavour, root)
-    cells = side // {"sana": 32, "flux2": 16}.get(spec.model_family, 8)
+    cells = side // {"sana": 32, "flux2": 16, "ideogram4": 16}.get(spec.model_family, 8)
     latents = torch.empty(1, 4, cells, cells)
     objective = build_objective(spec, family, root)
     for quantile in (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98):

@@ -340,7 +340,7 @@ class Estimate:
         for room, seconds in zip(rooms, self._each_seconds(predicted, alike), strict=True):
             size = f"{size_sold_as(room.total)}GB"
             slowest[size] = max(slowest.get(size, 0.0), seconds.middle)
-        faster = [Fraction(max(slowest.values()) / one) for one in slowest.values()]
+        faster = [Fraction(max(slowest.values()) / seconds) for seconds in slowest.values()]
         speeds = [speed.limit_denominator(_FINEST_SHARE) for speed in faster]
         whole = math.lcm(*(speed.denominator for speed in speeds))
         shares = {size: int(s * whole) for size, s in zip(slowest, speeds, strict=True)}

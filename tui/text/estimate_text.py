@@ -135,6 +135,8 @@ def better(ranking: Ranking) -> tuple[Setup, str] | None:
         why = f"the job as it is {may} fit"
     elif after.moved < before.moved / 2 and before.parts["links"][1] > 0.1 * before.high:
         why = f"it moves {size(after.moved)} a step between GPUs, not {size(before.moved)}"
+    elif best.spec.batch_shares != own.spec.batch_shares:
+        why = "faster GPUs compute more of its forwards"
     elif best.recomputed < own.recomputed:
         why = "it recomputes fewer blocks"
     elif most_on_card(best.spec.swap_blocks) < most_on_card(own.spec.swap_blocks):

@@ -208,13 +208,13 @@ class Step(Event):
     step: int
     epoch: float | None = field(default=None, kw_only=True)
     loss: float
-    base_loss: float | None = field(default=None, kw_only=True)
     lr: float | None = None
     grad_norm: float | None = None
     seconds: float | None = None
     data_seconds: float | None = None
     images_per_second: float | None = None
     peak_bytes: float | None = None
+    base_loss: float | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import UserError
 from jobs.run.rundir import write_atomic
 from tui.plots.line_chart import Curve, View, ema, figure, gutter_of, smoothing_span
-from tui.plots.measures import LOSS, MEASURES, VALIDATION, place, series_of
+from tui.plots.measures import BASE_LOSS, LOSS, MEASURES, VALIDATION, place, series_of
 from tui.text.format import Row, Span, cut, left, plain
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def screenful(
     values: Values, choices: Choices, width: int, height: int, *, numbered: bool = True
 ) -> list[Row]:
     """Return the whole screen: `height` rows of at most `width` columns."""
-    rows: list[Row] = [_tabs(choices, width, numbered=numbered)]
+    rows: list[Row] = [_tabs(values, choices, width, numbered=numbered)]
     rows += legend(values, choices, width)
     view = view_of(values, choices)
     room = height - len(rows) - 1
@@ -250,10 +250,15 @@ def _held(choices: Choices, whole: tuple[float, float], first: float, size: floa
     return replace(choices, extent=(first, first + size))
 
 
-def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
-    """Return the measures and their keys, the current one in brackets."""
+def _tabs(values: Values, choices: Choices, width: int, *, numbered: bool) -> Row:
+    """Return the measures and their keys, the current one in brackets.
+
+    Few jobs have a loss to the base, so others have no tab for it.
+    """
     tabs: list[Span] = []
-    short = sum(len(measure.title) + 5 for measure in MEASURES) + 8 > width
+    rare = any(run.steps and run.steps[-1].base_loss is not None for run in values.runs)
+    titled = [m for m in MEASURES if rare or m is not BASE_LOSS or choices.shown == (m,)]
+    short = sum(len(measure.title) + 5 for measure in titled) + 8 > width
     names = {
         "learning rate": "lr",
         "gradient norm": "grad",
@@ -262,7 +267,7 @@ def _tabs(choices: Choices, width: int, *, numbered: bool) -> Row:
         "memory": "mem",
         "loss to the base": "base",
     }
-    for number, measure in enumerate(MEASURES):
+    for number, measure in enumerate(titled):
         title = f"{number + 1} " if numbered else ""
         title += names.get(measure.title, measure.title) if short else measure.title
         here = not choices.everything and number == choices.measure

@@ -80,6 +80,7 @@ MEASURES: Final = (
     Measure("base_loss", "loss to the base", lambda step: step.base_loss),
 )
 LOSS: Final = MEASURES[0]
+BASE_LOSS: Final = MEASURES[-1]
 VALIDATION: Final = MEASURES[5]
 
 

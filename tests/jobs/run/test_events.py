@@ -78,7 +78,8 @@ FAILED: dict[str, Any] = {
         (
             events.Step(2, 0.25, 1e-4, 1.5, 0.5, 0.125, 4.0, 77, epoch=0.5),
             '"step", "step": 2, "epoch": 0.5, "loss": 0.25, "lr": 0.0001, "grad_norm": 1.5, '
-            '"seconds": 0.5, "data_seconds": 0.125, "images_per_second": 4.0, "peak_bytes": 77',
+            '"seconds": 0.5, "data_seconds": 0.125, "images_per_second": 4.0, "peak_bytes": 77, '
+            '"base_loss": null',
         ),
         (
             events.Sample(2, "samples/step-2", ["00.png"]),

@@ -78,7 +78,8 @@ class Rig:
         for _ in range(self.forwards):
             time.sleep(self.waits)
             drawn = NoiseDraw(torch.zeros(1), torch.zeros(1, 1, 1, 1))
-            yield MicroBatch(range(1), torch.ones(1, 1, 1, 1), drawn, {})
+            preserved: dict[str, Any] | None = None if self.spec.preservation == "none" else {}
+            yield MicroBatch(range(1), torch.ones(1, 1, 1, 1), drawn, {}, preserved=preserved)
 
     def inputs(self, step: int, micros: list[int]) -> list[Inputs]:
         self.asked.append((step, micros))
@@ -125,6 +126,26 @@ def test_a_step_is_gradient_descent() -> None:
     assert at.model.weight.item() == pytest.approx(2.0 - 0.1 * 4.0)
     assert at.training.step == 1
     assert set(at.stepper._peaks.phases) == {"forward", "backward", "step"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_pass_that_preserves_adds_its_loss_and_tells_it(late: bool) -> None:
+    """Without an adapter the base predicts the same, so that there is nothing to add."""
+    at, plain = (
+        rig(late=late, optimizer="adamw", gradient_accumulation_steps=3, **values)
+        for values in ({"preservation": "blank"}, {})
+    )
+    for one in (at, plain):
+        one.stepper.run(one.told.append)
+        one.stepper.settle(one.told.append)
+    mine, theirs = at.told[0], plain.told[0]
+    assert (mine.base_loss, theirs.base_loss) == (0.0, None)
+    assert replace(mine, base_loss=None, seconds=0, data_seconds=0) == replace(
+        theirs, seconds=0, data_seconds=0
+    )
+    assert len(at.drawn) == 3 * len(plain.drawn) == 9
+    assert at.model.weight.equal(plain.model.weight)
+    assert set(at.stepper._peaks.phases) == {"base", "forward", "backward", "step"}
 
 
 def test_waiting_for_data_counts_for_every_micro_batch() -> None:

@@ -244,7 +244,7 @@ ALL: Final = {
     "validation_fraction": 0.25,
     "validation_on_startup": True,
 }
-# Adapters take half of the time to trace: in each block one layer has one, and the others none.
+# Adapters are much of what is traced: in each block one layer has one, and the others none.
 ONE_LAYER: Final = {"lora_target_modules": [r".*attn\.to_q"]}
 SCALED: Final = {"base_precision": "fp8_scaled", "base_matmul": "scaled"} | ONE_LAYER
 BASES: Final[dict[str, dict[str, Any]]] = {

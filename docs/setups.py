@@ -198,9 +198,7 @@ def _on_unlike(card: str, title: str, keys: dict[str, Any], memory: Memory) -> l
     each = dict.fromkeys(gib(one.high) for one in asked.each(own))
     cells += [f"{', '.join(each)} GiB", keys_text({"": swapping.swap_blocks})[2:]]
     there = [own.on(room.total).phases for room in place.rooms]
-    held = [
-        phase.parts["parameters"] for phases in there for phase in phases if phase.name == "load"
-    ]
+    held = [phase.parts.parameters for phases in there for phase in phases if phase.name == "load"]
     cells.append(f"{gib(max(held) - min(held))} GiB more")
     sharing = asked.sharing(swapping)
     assert sharing is not None

@@ -225,5 +225,7 @@ class Predicted:
 
 def _by_bytes(by_size: Mapping[str, Predicted]) -> dict[int, Predicted]:
     """Return the predictions by a GPU's bytes instead of `16GB`, the smallest first."""
-    by_bytes = {int(size.removesuffix("GB")) << 30: one for size, one in by_size.items()}
+    by_bytes = {
+        int(size.removesuffix("GB")) << 30: prediction for size, prediction in by_size.items()
+    }
     return {most: by_bytes[most] for most in sorted(by_bytes)}

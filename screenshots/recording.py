@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,16 +70,24 @@ class Film:
             Image.open(io.BytesIO(cairosvg.svg2png(with_font(svg), output_width=WIDTH)))
             for svg, _ in self.frames
         ]
-        film = Image.new("RGB", (frames[0].width // 2, frames[0].height // 2 * len(frames)))
-        for number, frame in enumerate(frames):
-            film.paste(frame.convert("RGB").reduce(2), (0, frame.height // 2 * number))
-        colors = film.quantize(COLORS)
+        colors = palette([frame.convert("RGB") for frame in frames])
         drawn = [
             frame.convert("RGB").quantize(palette=colors, dither=Image.Dither.NONE)
             for frame in frames
         ]
         times = [shown for _, shown in self.frames]
         drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=times, loop=0)
+
+
+def palette(frames: list[Image.Image]) -> Image.Image:
+    """The colors of all frames. Those of a few letters count, too: a color weighs its root."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for frame in frames:
+        counts.update({rgb: n for n, rgb in frame.getcolors(frame.width * frame.height) or []})
+    weighed = [rgb for rgb, count in counts.items() for _ in range(int(count**0.5))]
+    film = Image.new("RGB", (len(weighed), 1))
+    film.putdata(weighed)
+    return film.quantize(COLORS)
 
 
 def with_font(svg: str) -> bytes:

@@ -107,6 +107,7 @@ JOBS: Final = (
                 "lora_variant": "dora",
                 "lora_rank_pattern": {"to_q": 2},
                 "text_encoder_precision": "int8",
+                "preservation": "blank",
             },
         ),
         "int8": Job(1, {"base_precision": "int8"}),

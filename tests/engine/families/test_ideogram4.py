@@ -88,6 +88,18 @@ def test_a_text_is_the_pipelines_without_padding(case: Case) -> None:
 
 
 @pytest.mark.slow
+def test_diffusers_masks_samples_without_padding_still(case: Case) -> None:
+    """Once it does not, `_called` has less to do (docs/upstream.md)."""
+    pipeline, masks = stock(case.paths.model), []
+    pipeline.unconditional_transformer.layers[0].register_forward_pre_hook(
+        lambda _, inputs: masks.append(inputs[1])
+    )
+    case.run(pipeline, case.request(), output_type="latent")
+    assert len(masks) == 2
+    assert all(mask.all() for mask in masks)
+
+
+@pytest.mark.slow
 def test_a_long_prompt_is_cut_and_keeps_the_end_of_its_template(case: Case) -> None:
     found = _encoded_ids(case, " ".join([PROMPT] * 20))
     ends = case.text.tokenizer("<|im_end|>\n<|im_start|>assistant\n")["input_ids"]

@@ -97,6 +97,20 @@ def test_a_text_is_the_template_without_padding(case: Case) -> None:
         assert torch.allclose(found["prompt_embeds"], expected, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_diffusers_wants_masks_and_one_length_still(case: Case) -> None:
+    """Once it does not, `WholeTextPipeline` can go (docs/upstream.md)."""
+    pipeline, long, short = stock(case.paths.model), case.encoded(PROMPT), case.encoded("a star")
+    given = {"width": 64, "height": 64, "num_inference_steps": 1, "output_type": "latent"}
+    given |= {"prompt_embeds": long["prompt_embeds"][None]}
+    with pytest.raises(ValueError, match="prompt_embeds_mask"):
+        pipeline(**given, guidance_scale=0.0)
+    given |= {"prompt_embeds_mask": long["prompt_embeds_mask"][None]}
+    negative = {f"negative_{name}": tensor[None] for name, tensor in short.items()}
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        pipeline(**given, **negative, guidance_scale=1.0)
+
+
 def test_turbo_is_shifted_alike_at_every_size(tmp_path: Path) -> None:
     """And Raw by its scheduler, as the authors' `timesteps` does from 256 to 1280 pixels."""
     line = {"base_shift": 0.5, "max_shift": 1.15}

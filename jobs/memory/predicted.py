@@ -177,8 +177,9 @@ class Predicted:
         ]
         own = {each.name: getattr(self, each.name) for each in fields(self)}
         own["by_card"] = {f"{m >> 30}GB": other.values for m, other in self.by_card.items()}
-        derived = {"peak": self.peak, "largest": self.largest.name, "device": self.device}
-        return {"schema": SCHEMA} | own | derived | {"phases": phases}
+        lists = {name: [*getattr(self, name)] for name in ("reserved", "device", "notes")}
+        derived = {"phases": phases, "peak": self.peak, "largest": self.largest.name}
+        return {"schema": SCHEMA} | own | lists | derived
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Predicted:

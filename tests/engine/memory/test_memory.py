@@ -423,7 +423,9 @@ def test_a_prediction_comes_back_from_json() -> None:
     phases = (Phase("forward", Parts(1, 2, 3, 4, 5, 6)), Phase("backward", Parts(7), "so"))
     one = Predicted("fsdp2", 8, phases, (21, 30), {"nccl": 2}, "Model", 10, 5, {"resolution": 64})
     one = replace(one, host={"rank": 9}, disk={"checkpoint": 3}, notes=("a note",))
-    assert Predicted.of(json.loads(json.dumps(one.values))) == one
+    values = json.loads(json.dumps(one.values))
+    assert values == one.values
+    assert Predicted.of(values) == one
     assert (one.peak, one.largest.name, one.device) == (21, "forward", (23, 32))
 
 

@@ -174,13 +174,13 @@ class SampleGrid(Vertical, can_focus=True):
         ]
         self._prompts = [Static("", classes="sample-prompt", markup=False) for _ in self._cells]
         self._prompt_texts = [""] * shape.rows
+        self._fill()  # before they are shown, so that no image vanishes when a step is added
         with self.app.batch_update():
             self.remove_children()
             self.mount_all(
                 Vertical(prompt, Horizontal(*cells, classes="sample-cells"), classes="sample-row")
                 for prompt, cells in zip(self._prompts, self._cells, strict=True)
             )
-        self.call_after_refresh(self._fill)
 
     def _fill(self) -> None:
         """Fill the cells: decoded samples at once, others when they are ready."""

@@ -462,6 +462,22 @@ async def test_new_samples_appear_and_the_chosen_one_stays(store: Store, job: Jo
 
 
 @pytest.mark.slow
+async def test_a_new_layout_shows_decoded_images_at_once(store: Store, job: Job) -> None:
+    async with opened(store, (120, 40)) as (_, pilot, grid):
+
+        def shown() -> set[Path]:
+            cells = [cell for cells in grid._cells for cell in cells]
+            return {c.sample.picture for c in cells if c.sample and c.picture.image is not None}
+
+        await until(pilot, lambda: len(shown()) > 2)
+        before, cells = shown(), grid._cells
+        grid.zoom_by(1)
+        assert grid._cells is not cells
+        assert shown(), "not first without them"
+        assert shown() <= before
+
+
+@pytest.mark.slow
 async def test_before_there_are_samples_it_says_what_to_do(store: Store) -> None:
     job = add_job(store, state=State.RUNNING)
     async with opened(store, (80, 24)) as (app, pilot, grid):

@@ -181,6 +181,12 @@ class SampleGrid(Vertical, can_focus=True):
                 Vertical(prompt, Horizontal(*cells, classes="sample-cells"), classes="sample-row")
                 for prompt, cells in zip(self._prompts, self._cells, strict=True)
             )
+        self.call_after_refresh(self._fit)
+
+    def _fit(self) -> None:
+        """Fit the images to their cells, as far as Textual has not said how large these are."""
+        for cell in (cell for cells in self._cells for cell in cells):
+            cell.picture.fit()
 
     def _fill(self) -> None:
         """Fill the cells: decoded samples at once, others when they are ready."""

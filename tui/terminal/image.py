@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from textual.app import ComposeResult
     from textual.events import Resize
+    from textual.geometry import Size
 
     from tui.terminal.image_protocol import Protocol
 
@@ -58,6 +59,7 @@ class BlockPicture(Widget):
         super().__init__()
         self._image: Image | None = None
         self._lines: list[Strip] = []
+        self._drawn: Size | None = None  # the size that the lines are for
 
     @property
     def image(self) -> Image | None:
@@ -68,15 +70,20 @@ class BlockPicture(Widget):
     def image(self, image: Image | None) -> None:
         if image is not self._image:
             self._image = image
-            self._draw()
+            self._redraw()
 
     def on_mount(self) -> None:
-        self.app.theme_changed_signal.subscribe(self, lambda _: self._draw())
+        self.app.theme_changed_signal.subscribe(self, lambda _: self._redraw())
 
-    def on_resize(self, event: Resize) -> None:
-        self._draw()
+    def _redraw(self) -> None:
+        self._drawn = None
+        self.refresh()
 
     def render_line(self, y: int) -> Strip:
+        # Not when it is resized: Textual may give a new widget its size without that event.
+        if self._drawn != self.size:
+            self._drawn = self.size
+            self._draw()
         style = self.visual_style.rich_style
         if y >= len(self._lines):
             return Strip.blank(self.size.width, style)
@@ -95,7 +102,6 @@ class BlockPicture(Widget):
                 Strip([Segment(" " * gap, style), *line], gap + shown)
                 for line in draw([self._image], grid, shown, background)
             ]
-        self.refresh()
 
 
 def fitted(size: tuple[int, int], width: int, height: int) -> tuple[int, int]:
@@ -148,7 +154,7 @@ class Picture(Container):
         """Show an image."""
         if image is not self.inner.image:
             self.inner.image = image
-            self._fit()
+            self.fit()
         self.inner.display = True
         self.add_class("-shown")
         self.remove_class("-bad")
@@ -163,9 +169,9 @@ class Picture(Container):
             self._words.update(words)
 
     def on_resize(self, event: Resize) -> None:
-        self._fit()
+        self.fit()
 
-    def _fit(self) -> None:
+    def fit(self) -> None:
         """Fit the image to the widget: the library's widgets would stretch it."""
         image, (width, height) = self.inner.image, self.size
         if self._blocks or image is None or not width or not height:

@@ -121,7 +121,7 @@ def test_the_training_loss_is_a_mean_of_steps_and_of_the_last_try_of_them(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(median, "_SMOOTHED", 4)
-    monkeypatch.setattr(median, "_PIECE", 200)
+    monkeypatch.setattr(median, "_PIECE", 300)
     run_dir = sweep.job("1-a")
     losses = [float(n * n % 17) for n in range(41)]
     reports = Reports(run_dir, 10)

@@ -151,7 +151,7 @@ class Anima(OneFrameFamily):
         condition: dict[str, torch.Tensor],
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
-        """The guider needs a negative prompt at any scale but 1."""
+        """Set the scale to 1 without a negative prompt: the guider needs one at any other."""
         arguments = super().sample_arguments(request, condition, negative)
         return arguments if negative is not None else arguments | {"guidance_scale": 1.0}
 

@@ -180,7 +180,7 @@ class MiniMaxH3(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """The model's times are 1 where nothing is noise, and its velocity leads to the data."""
+        """Turn time and velocity around: time is 1 without noise, and the velocity leads to data."""
         condition = self.arrange(condition)
         texts = _texts(condition, len(noisy))
         patch = tuple(transformer.config.patch_size)

@@ -48,7 +48,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         vae=vae,
         text_encoder=build_qwen3_vl(
             tokenizer, TEXT_DIM, seed=seed, layers=QWEN3_VL_ACTIVATION_LAYERS[-1] + 1
-        ),
+        ).model,
         tokenizer=tokenizer,
         transformer=_build_transformer(seed, HEADS * hidden_scale),
         unconditional_transformer=_build_transformer(seed + 1, HEADS * hidden_scale),

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from jobs.memory.fit import Verdict, size_sold_as
 from jobs.spec.families import FAMILIES
-from jobs.spec.keys.prompts import requests_of
+from jobs.spec.keys.prompts import frames_of, requests_of
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.launch_conflicts import is_masked
 from jobs.spec.rules.lora_conflicts import modulation_of, trains_text
@@ -71,8 +71,8 @@ _INTERVALS: Final = (4, 2)  # recompute every n-th block; the cheapest first
 _SWAPPED: Final = (4, 8, 16, 24, 32, 48)  # blocks in host memory; models have 24 to 60
 _MOST_BLOCKS: Final = 60
 _FEWEST_MORE: Final = 4  # blocks; what each GPU keeps is not found out more closely
-# Video lengths: 1 plus a multiple of every family's frame step. The first is the most that a job
-# trains on if it sets no number.
+# Video lengths, rounded down to what a family takes. The first is the most that a job trains on if
+# it sets no number.
 _FRAMES: Final = (81, 49, 33, 17)
 
 
@@ -280,7 +280,7 @@ def _samples(spec: DataPlanKeys) -> Changes | None:
     requests = requests_of(spec)
     largest = max((max(request.width, request.height) for request in requests), default=0)
     longest = max((request.frames for request in requests), default=0)
-    trained, frames = all_resolutions(spec)[-1], spec.num_frames or _FRAMES[0]
+    trained, frames = all_resolutions(spec)[-1], _longest(spec)
     changes: Changes = {"validation_resolution": trained} if largest > trained else {}
     return changes | ({"validation_num_frames": frames} if longest > frames else {}) or None
 
@@ -289,9 +289,14 @@ def _frames(spec: InputKeys) -> Changes | None:
     family = FAMILIES.get(spec.model_family)
     if family is None or not family.frame_step:
         return None
-    now = spec.num_frames or _FRAMES[0]
-    fewer = next((count for count in _FRAMES if count < now), None)
+    lengths = (family.frames_of(count) for count in _FRAMES)
+    fewer = next((n for n in lengths if family.shortest <= n < _longest(spec)), None)
     return {"num_frames": fewer} if fewer else None
+
+
+def _longest(spec: InputKeys) -> int:
+    """Return the most frames of a video that a job trains on."""
+    return spec.num_frames or frames_of(_FRAMES[0], spec.model_family)
 
 
 def _resolution(spec: DataPlanKeys) -> Changes | None:

@@ -20,6 +20,7 @@ DDP = {"num_processes": 2, "strategy": "ddp"}
 TEXT = {"model_family": "sdxl", "text_encoder_lora_rank": 4}
 OLD = {"base_precision": "nf4", "modulation_precision": "none"}
 VIDEO = {"model_family": "wan"}
+H3 = {"model_family": "minimax_h3"}  # whose videos have 17n + 22 frames
 SPLIT = "samples split over ranks"
 
 
@@ -78,6 +79,11 @@ def job(**values: Any) -> JobSpec:
             | {"validation_prompts": ["a"], "num_frames": 33, "validation_num_frames": 81}
             | {"validation_resolution": 512, "resolution": 512},
             {"validation_num_frames": 33},
+        ),
+        (
+            "smaller samples",
+            H3 | {"validation_prompts": ["a"], "validation_num_frames": 124},
+            {"validation_num_frames": 73},
         ),
         ("moving average in host memory", DDP | {"use_ema": True}, {"ema_device": "cpu"}),
         ("moving average in host memory", TWO | {"use_ema": True}, None),
@@ -167,6 +173,9 @@ def job(**values: Any) -> JobSpec:
         ("shorter videos", VIDEO | {"num_frames": 49}, {"num_frames": 33}),
         ("shorter videos", VIDEO | {"num_frames": 33}, {"num_frames": 17}),
         ("shorter videos", VIDEO | {"num_frames": 17}, None),
+        ("shorter videos", H3, {"num_frames": 39}),
+        ("shorter videos", H3 | {"num_frames": 39}, {"num_frames": 22}),
+        ("shorter videos", H3 | {"num_frames": 22}, None),
         ("shorter videos", {}, None),
         ("lower resolution", {"resolution": 1024}, {"resolution": 768}),
         ("lower resolution", {"resolution": 256}, None),

@@ -30,6 +30,7 @@ from jobs.spec.rules.steps import (
     with_total_steps,
 )
 from jobs.spec.rules.strategy import data_parallel_size
+from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -290,6 +291,13 @@ def test_forwards_are_shared_out_so_that_the_last_rank_is_done_first(
     each = [micro_batches_of(counts, rank) for rank in range(len(shares))]
     assert sorted(number for own in each for number in own) == [*range(forwards)]
     assert [len(own) for own in each] == counts
+
+
+def test_the_documented_shares_give_the_documented_forwards() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    pattern = r"batch_shares: \{16GB: (\d+), 24GB: (\d+)\} +# of the (\d+) .* step, (\d+) and (\d+)"
+    ((*shares, forwards, first, second),) = [map(int, g) for g in re.findall(pattern, text)]
+    assert forwards_of_ranks(shares, forwards) == [first, second]
 
 
 @given(st.integers(1, 8), st.integers(1, 8))

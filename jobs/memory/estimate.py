@@ -46,7 +46,7 @@ from jobs.memory.question import Refused, arranged, predict
 from jobs.memory.ranking import Ranker
 from jobs.memory.seconds import cards_of, link_of, seconds_of, why_unknown
 from jobs.paths import cache_home, state_home
-from jobs.spec.rules.steps import forwards_of_ranks, share_on_card
+from jobs.spec.rules.steps import accumulation_steps, forwards_of_ranks, share_on_card
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class Estimate:
         rooms = self.place.taken(predicted.ranks)
         cards = cards_of(rooms)
         assert not isinstance(cards, str), "see `seconds`"
-        forwards = self._forwards(predicted, spec, rooms)
+        parts = self._parts(predicted, spec, rooms)
         links = [self._link(card, rooms, alike=len(set(cards)) == 1) for card in cards]
         slowest = min(links, key=lambda link: link.rates)
         return [
@@ -308,20 +308,19 @@ class Estimate:
                 card,
                 replace(slowest, host=link.host),
                 self._factor(card),
-                count,
+                part,
             )
-            for card, link, room, count in zip(cards, links, rooms, forwards, strict=True)
+            for card, link, room, part in zip(cards, links, rooms, parts, strict=True)
         ]
 
-    def _forwards(
-        self, predicted: Predicted, spec: JobSpec, rooms: Sequence[Room]
-    ) -> Sequence[int | None]:
-        """Return the forwards in a step on each GPU; None where all compute as many."""
-        if isinstance(spec.batch_shares, int) or predicted.strategy != "ddp":
-            return [None] * len(rooms)
-        assert predicted.work is not None
+    def _parts(self, predicted: Predicted, spec: JobSpec, rooms: Sequence[Room]) -> Sequence[float]:
+        """Return the forwards in a step on each GPU, by those where all compute as many."""
+        alike = isinstance(spec.batch_shares, int) or predicted.strategy != "ddp"
+        if alike or len(rooms) != predicted.ranks:  # one GPU that stands for those of all ranks
+            return [1.0] * len(rooms)
         shares = [share_on_card(spec, room.total) for room in rooms]
-        return forwards_of_ranks(shares, predicted.ranks * int(predicted.work["micro_batches"]))
+        each = accumulation_steps(spec, predicted.ranks)
+        return [count / each for count in forwards_of_ranks(shares, each * predicted.ranks)]
 
     def sharing(self, spec: JobSpec) -> JobSpec | None:
         """Share out a step's forwards by how fast the GPUs are; None if that is not possible.

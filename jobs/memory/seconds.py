@@ -168,7 +168,7 @@ def seconds_of(
     card: Card,
     link: Link,
     factor: float = 1.0,
-    forwards: int | None = None,
+    part: float = 1.0,
 ) -> Seconds:
     """Compute the seconds of an optimizer step.
 
@@ -177,11 +177,11 @@ def seconds_of(
         card: The GPU.
         link: What connects the GPUs.
         factor: Measured over computed seconds of compute on this machine.
-        forwards: Of the rank in a step, if not as many as on the others.
+        part: The rank's forwards by those of a rank where all compute as many.
     """
     work = predicted.work
-    times = forwards or int(work["micro_batches"])
-    more = int(work.get("base_forwards", 0))
+    times = int(work["micro_batches"]) * part
+    more = int(work.get("base_forwards", 0)) * part
     forward, backward, step = work["forward"], work["backward"], work["step"]
     base = work["base"] if more else {}
     low, high = (
@@ -216,7 +216,7 @@ def _step(
     step: Mapping[str, int],
     card: Card,
     link: Link,
-    times: int,
+    times: float,
     end: int,
 ) -> float:
     """Return the seconds of a step at one end of the band: 0 for the fast one."""

@@ -27,6 +27,7 @@ from jobs.machine.procfs import started_at
 from jobs.memory import question
 from jobs.memory.calibration import Calibration, keep, read_calibration, record_beside
 from jobs.memory.calibration import read as read_prediction
+from jobs.memory.cards import CARDS as KNOWN
 from jobs.memory.estimate import Estimate, Place, place_of
 from jobs.memory.fit import (
     CARDS,
@@ -45,6 +46,7 @@ from jobs.memory.network import across
 from jobs.memory.predicted import Predicted
 from jobs.memory.question import Refused, Server, arranged
 from jobs.memory.question import predict as ask
+from jobs.memory.seconds import seconds_of
 from jobs.models.model_config import find_target
 from jobs.models.model_files import check_config
 from jobs.run.rundir import RankStatus, RunDir
@@ -653,6 +655,27 @@ def test_setups_for_unlike_gpus_swap_by_their_size(server: Server) -> None:
     alike = next(setup for setup in faster.setups if setup.changes == exact.changes)
     assert faster.exact.seconds.middle < 0.9 * alike.seconds.middle
     assert faster.exact.fit == alike.fit
+
+
+def test_a_larger_share_has_as_many_more_passes_and_forwards_of_the_base(server: Server) -> None:
+    """With `preservation`, each micro-batch has two passes: ranks share out micro-batches."""
+    spec = job(num_processes=2, strategy="ddp", global_batch_size=6)
+    shared = spec.model_copy(update={"batch_shares": {"16GB": 1, "24GB": 3}})  # 1 and 5 of 6
+    both, one = (
+        Estimate(shared, place_of(spec, (), card=card), server, Calibration())
+        for card in ("4080,4090", "4090")
+    )
+    own = both.predict("ddp", 2)
+    assert isinstance(own, Predicted)
+    base = {"base": own.work["forward"], "base_forwards": 3}
+    own = replace(own, work=own.work | base | {"micro_batches": 6})
+    found = both.seconds(own)
+    assert not isinstance(found, str)
+    slowest = replace(own, work=own.work | {"micro_batches": 10, "base_forwards": 5})
+    expected = seconds_of(slowest, KNOWN["4090"], found.link)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    # A GPU that stands for those of all ranks computes as much as each.
+    assert one.seconds(own) == one.seconds(own, spec)
 
 
 def test_a_run_is_compared_with_the_rank_that_needs_the_most(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engine.memory.tracing.model import Unit, Weight
+    from engine.memory.tracing.timeline import Entry
     from engine.memory.tracing.trace import Trace
     from jobs.memory.predicted import Parts
     from jobs.spec.job_spec import JobSpec, RecipeKeys
@@ -230,9 +231,15 @@ class Walk:
         self._phase = ""
 
     def step(self, micro_batches: int) -> None:
-        """Walk all micro-batches of an optimizer step; more than two have the same peak as two."""
+        """Walk all micro-batches of an optimizer step; more than two have the same peak as two.
+
+        Where some have a forward of the base before them, others have none: what that one leaves
+        gathered they gather on top of their activations.
+        """
+        kinds = dict.fromkeys((_without_base(self.trace.timeline), self.trace.timeline))
         for number in range(min(2, micro_batches)):
-            self.micro_batch(first=number == 0)
+            for timeline in kinds:
+                self.micro_batch(timeline, first=number == 0)
 
     def sample(self) -> None:
         """Walk two forwards: what the first keeps for a backward is there in the second."""
@@ -240,9 +247,17 @@ class Walk:
         kept = ("", self._kept_unit) if self._kept_unit else ("",)
         self.micro_batch(gathered={name: self._costs[name].whole for name in kept})
 
-    def micro_batch(self, *, first: bool = True, gathered: Mapping[str, int] | None = None) -> None:
+    def micro_batch(
+        self,
+        timeline: Sequence[Entry] | None = None,
+        *,
+        first: bool = True,
+        gathered: Mapping[str, int] | None = None,
+    ) -> None:
         """Walk one forward and backward. Unless it is the first, gradients accumulate."""
         self._first = first
+        if first:
+            self._reduced = 0
         self._gathered = dict(gathered or {})  # unit → its unsharded weights
         self._pending: dict[str, int] = {}  # unit → its receive buffer
         self._partial: dict[str, int] = {}  # unit → its weights, sharded over fewer ranks
@@ -253,7 +268,7 @@ class Walk:
         self._forwards: list[str] = []
         self._ended: set[str] = set()
         self._now = _NOTHING
-        for entry in self.trace.timeline:
+        for entry in self.trace.timeline if timeline is None else timeline:
             if isinstance(entry, Mark):
                 self._mark(entry)
             else:
@@ -419,6 +434,20 @@ class Walk:
             self.peaks[self._phase] = here
 
 
+def _without_base(timeline: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return a timeline without the forward of the base."""
+    kept: list[Entry] = []
+    inside = False
+    for entry in timeline:
+        if isinstance(entry, Mark) and (entry.kind, entry.name) == ("begin", "base"):
+            inside = True
+        if not inside:
+            kept.append(entry)
+        if isinstance(entry, Mark) and (entry.kind, entry.name) == ("end", "base"):
+            inside = False
+    return tuple(kept)
+
+
 # -- traffic --------------------------------------------------------------------------------
 
 
@@ -470,6 +499,7 @@ def work_and_traffic(
     offloaded = {unit.name: cost.host for unit, cost in zip(trace.units, costs, strict=True)}
     freed = sum(size for name, size in offloaded.items() if name not in stay)
     fetched = sum(swapped) + sum(offloaded.values())
+    again_fetched = freed if again and not layout.smaller else 0  # else they stay on the device
     updated = trained * (_UPDATE + _CLIP * bool(spec.max_grad_norm)) + 2 * state
     if spec.use_ema:
         updated += trained * _AVERAGE
@@ -480,15 +510,14 @@ def work_and_traffic(
         "base_forwards": base_forwards(spec, ranks),
         "base": asdict(work_of(trace.timeline, "base"))
         # What it leaves gathered, the next forward finds.
-        | {"linked": round(of_blocks), "copied": fetched},
+        | {"linked": round(of_blocks * share), "copied": sum(swapped) + again_fetched},
         "forward": asdict(work_of(trace.timeline, "forward"))
         | {"linked": round(sum(received.values())), "copied": fetched},
         "backward": asdict(work_of(trace.timeline, "backward"))
         | {
             "linked": round(of_backward + replicated * each_time),
             "copied": sum(swapped[:-1])  # the last one stays
-            # Resharded over fewer ranks, weights stay on the device.
-            + (freed if again and not layout.smaller else 0)
+            + again_fetched
             + (sum(cost.output for cost in costs) if layout.offload else 0),
         },
         "step": {

@@ -45,6 +45,7 @@ ON_TWO: Final[dict[str, dict[str, Any]]] = {
     "lora to base, sharded, nf4": SHARDED
     | TO_BASE
     | {"lora_placement": "sharded", "base_precision": "nf4"},
+    "lora kept, preserved": SHARDED | PRESERVED | {"fsdp_reshard_after_forward": False},
     "lora nf4": SHARDED | {"base_precision": "nf4"},
     # Of few layers: for each tensor, a step has numbers that are as large as a toy's matrices.
     "lokr nf4": SHARDED

@@ -72,7 +72,7 @@ ON_TWO: Final[dict[str, dict[str, Any]]] = {
     | FULL
     | {"mixed_precision": "bf16", "gradient_accumulation_steps": 3},
     "lora sharded, accumulated": SHARDED
-    | {"lora_placement": "sharded", "gradient_accumulation_steps": 2},
+    | {"lora_placement": "sharded", "gradient_accumulation_steps": 2, "max_sequence_length": 4},
     "full kept": SHARDED | FULL | {"fsdp_reshard_after_forward": False},
     "full prefetched": SHARDED | FULL | {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2},
     "full averaged, lion": SHARDED | FULL | {"use_ema": True, "optimizer": "lion"},

@@ -272,5 +272,7 @@ def sampled(spec: DataPlanKeys) -> tuple[tuple[int, int], int] | None:
     requests = requests_of(spec)
     if not requests:
         return None
-    most = max(requests, key=lambda request: request.width * request.height * request.frames)
-    return (most.width, most.height), most.frames
+    # Where videos have more frames at least, an image is the first one of the shortest.
+    least = get_family(spec.model_family).frame_rest
+    most = max(requests, key=lambda r: r.width * r.height * max(r.frames, least))
+    return (most.width, most.height), max(most.frames, least)

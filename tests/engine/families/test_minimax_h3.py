@@ -19,6 +19,7 @@ from engine.blocks.build import on_meta
 from engine.families import load
 from engine.families.minimax_h3 import MiniMaxH3Transformer, NoImages
 from engine.families.shared.minimax_h3_forward import SOUND, TEXT, VIDEO, lay_out
+from engine.memory.tracing.inputs import sampled
 from engine.model.quantized_linear import quantize_layers, quantized_layers
 from engine.toy.components.weights import one_thread
 from jobs.models.find_model import find_index
@@ -154,6 +155,14 @@ def test_an_empty_text_is_a_space(case: Case) -> None:
     empty, space = (case.encoded(text)["prompt_embeds"] for text in ("", " "))
     assert torch.equal(empty, space)
     assert len(empty) > 0
+
+
+@pytest.mark.parametrize(("frames", "made"), [(None, 22), (1, 22), (39, 39)])
+def test_an_estimate_counts_the_frames_that_an_image_is_cut_out_of(
+    frames: int | None, made: int
+) -> None:
+    values = {"validation_prompts": [PROMPT], "validation_num_frames": frames}
+    assert (sampled(JobSpec(model_family="minimax_h3", **values)) or ())[1:] == (made,)
 
 
 @pytest.mark.slow

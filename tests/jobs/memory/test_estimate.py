@@ -951,6 +951,17 @@ def test_when_two_machines_are_slower_than_one() -> None:
 
 
 @pytest.mark.usefixtures("_faked")
+def test_preservation_gathers_weights_two_and_a_half_times_as_often_over_machines() -> None:
+    """A step's forward and backward, those of the other pass, and the base's forward."""
+    sent = []
+    for kept in ("none", "blank"):
+        words = (FULL[0], "--num_processes=8", f"--preservation={kept}", "--json", "--nodes", "2")
+        ddp, *_, fsdp2 = json.loads(run(*words, "--network", "10").output)["nodes"]
+        sent.append(fsdp2["sent"] - ddp["sent"])
+    assert sent[1] == pytest.approx(2.5 * sent[0])
+
+
+@pytest.mark.usefixtures("_faked")
 def test_a_job_that_names_no_ranks_is_told_of_on_the_fewest_that_do() -> None:
     words = (*FULL[:2], "--gradient_checkpointing=true", "--card", "24", "--json", "--ranks")
     facts = [json.loads(run(*words, ranks).output) for ranks in ("8,2,4,64", "1,2")]

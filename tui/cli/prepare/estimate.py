@@ -20,7 +20,7 @@ from jobs.memory.ranking import Ranking
 from jobs.queue.store import Store
 from jobs.service import dry_run
 from jobs.spec.data_tool import NOT_NEEDED
-from jobs.spec.rules.steps import accumulation_steps
+from jobs.spec.rules.steps import accumulation_steps, base_forwards, passes
 from jobs.spec.rules.strategy import world_size
 from tui.cli.echo import ProgressLine, echo
 from tui.cli.job_arguments import FLAGS, JSON, WORDS, JobCommand, read_job
@@ -221,7 +221,8 @@ def _across(asked: Estimate, nodes: Sequence[int], gigabits: float) -> list[Acro
         return []
     spec = asked.spec
     weights = max(phase.parts.parameters for phase in predicted.phases)
-    gathers = (2 if spec.fsdp_reshard_after_forward else 1) * accumulation_steps(spec)
+    again = bool(spec.fsdp_reshard_after_forward)
+    gathers = (1 + again) * accumulation_steps(spec) * passes(spec) + again * base_forwards(spec)
     return [
         across(
             strategy,

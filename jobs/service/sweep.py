@@ -14,7 +14,7 @@ from jobs.queue.sweeps import NOT_SWEPT, short_text
 from jobs.service.edit import free_name
 from jobs.service.plan import plan_submit
 from jobs.spec.file.load import load_spec
-from jobs.spec.job_spec import field_names, takes_many
+from jobs.spec.job_spec import JobSpec, field_names, takes_many
 from jobs.spec.rules.cascade import settle
 from jobs.spec.values.spellings import as_list, did_you_mean, normal_key
 from jobs.supervise.median import LEAST_OTHERS
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from jobs.queue.store import Job, Store
     from jobs.service.plan import Plan
-    from jobs.spec.job_spec import JobSpec
     from jobs.spec.values.hub_names import HubName
 
 MOST: Final = 100
@@ -38,7 +37,8 @@ _LONGEST_NAME: Final = 64  # characters; as jobs.spec.keys.job has it
 def read_sweeps(texts: Iterable[str]) -> tuple[dict[str, list[Any]], str]:
     """Read `KEY=VALUE,VALUE`, once for each key, and the group's name where a text is no more.
 
-    Values of a key that takes a list are separated by semicolons, if any of them has a comma.
+    Values of a key that takes a list or a mapping are separated by semicolons, if any of them has
+    a comma.
 
     Raises:
         SpecError: A key is unknown, has no values, or comes twice.
@@ -53,7 +53,7 @@ def read_sweeps(texts: Iterable[str]) -> tuple[dict[str, list[Any]], str]:
         name = normal_key(key)
         if name in swept:
             raise SpecError(f"sweep: {name} is given twice; list all its values once")
-        swept[check_key(name)] = read_values(name, values)
+        swept[name] = read_values(check_key(name), values)
     return swept, group
 
 
@@ -76,9 +76,12 @@ def read_values(name: str, text: str) -> list[Any]:
     Raises:
         SpecError: There are none.
     """
-    several = takes_many(name) and ";" in text
-    values = [part.strip() for part in text.split(";")] if several else as_list(text)
-    values = list(dict.fromkeys(value for value in values if value != ""))
+    has_commas = takes_many(name) or "dict[" in str(JobSpec.model_fields[name].annotation)
+    several = has_commas and ";" in text
+    values: list[Any] = []
+    for value in [part.strip() for part in text.split(";")] if several else as_list(text):
+        if value not in ("", *values):
+            values.append(value)
     if not values:
         raise SpecError(f"sweep: {name}: no values; use {name}=A,B,C")
     return values

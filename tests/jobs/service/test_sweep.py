@@ -64,9 +64,12 @@ def test_every_combination_is_a_job_that_is_named_by_what_differs(
         ("resolution=512,768", {"resolution": ["512", "768"]}),
         ("resolution=512,768;1024", {"resolution": ["512,768", "1024"]}),
         ("seed=3,3,4", {"seed": ["3", "4"]}),
+        ("validation_steps=100,1 epoch", {"validation_steps": ["100", "1 epoch"]}),
+        ("swap_blocks=0; {16GB: 8, 24GB: 2}", {"swap_blocks": ["0", "{16GB: 8, 24GB: 2}"]}),
+        ("swap_blocks=[0, {16GB: 8}, {16GB: 8}]", {"swap_blocks": [0, {"16GB": 8}]}),
     ],
 )
-def test_values_stand_between_commas(text: str, values: dict[str, list[str]]) -> None:
+def test_values_stand_between_commas(text: str, values: dict[str, list[Any]]) -> None:
     assert sweep.read_sweeps(["flowers", text]) == (values, "flowers")
 
 

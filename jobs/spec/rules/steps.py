@@ -335,10 +335,10 @@ def _either(numbers: Sequence[int]) -> str:
 
 def _shares(spec: RecipeKeys) -> Conflict | None:
     shares, key = spec.batch_shares, "batch_shares"
+    if not all([shares] if isinstance(shares, int) else shares.values()):
+        return Conflict(key, "each share is 1 or more", named=True)
     if isinstance(shares, int):
         return None
-    if not all(shares.values()):
-        return Conflict(key, "each share is 1 or more", named=True)
     if shards(spec):
         return Conflict(
             key,

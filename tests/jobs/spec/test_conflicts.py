@@ -298,6 +298,7 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "batch_shares",
             "each share is 1 or more",
         ),
+        ({"batch_shares": "16GB:0"}, "batch_shares", "each share is 1 or more"),
         (
             {"batch_shares": {16: 1}, "num_processes": 2, "strategy": "fsdp2"},
             "batch_shares",

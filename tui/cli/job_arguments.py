@@ -145,7 +145,11 @@ def _read_new_stages(
     """Return the numbers of jobs, none for `none`; None if nothing was given."""
     if not values:
         return None
-    return () if values == (_NO_JOB,) else _read_id_lists(ctx, param, values)
+    return (
+        ()
+        if [value.lower() for value in values] == [_NO_JOB]
+        else _read_id_lists(ctx, param, values)
+    )
 
 
 _NO_JOB: Final = "none"

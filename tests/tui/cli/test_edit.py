@@ -95,7 +95,7 @@ def test_the_jobs_before_it_are_changed(
         status, _, errors = shell("edit", str(waiting), "--after", str(third), circle)
         assert status == 2
         assert f"job {third}, which waits for job {waiting}" in errors
-    shell("edit", str(third), "--after=none")
+    shell("edit", str(third), "--after=None")
     assert not store.get(third).follows
 
 

@@ -1003,6 +1003,7 @@ def test_a_gpu_can_be_named_for_each_rank() -> None:
     said = run(*words)
     assert said.exit_code == 0, said.output
     assert "this job, fsdp2 on 3 ranks" in said.output
+    assert run(*words, "--gpus", "3").output == said.output
     swapping = (*words, "--strategy=ddp", "--swap_blocks={16GB: 32}")
     found = json.loads(run(*swapping, "--json").output)
     assert [(fit["on"], fit["verdict"]) for fit in found["each"]] == [
@@ -1011,6 +1012,8 @@ def test_a_gpu_can_be_named_for_each_rank() -> None:
         ("24 GB", "fits"),
     ]
     assert found["each"][0]["high"] < found["each"][1]["high"]
+    small = json.loads(run(*swapping[:-1], "--swap_blocks=32", "--json").output)["predictions"]
+    assert [row["reserved"] for row in found["predictions"]] == [row["reserved"] for row in small]
     text = run(*swapping).output
     assert re.search(r"16 GB \(15.9 GiB\) +32 ", text)
     assert re.search(r"24 GB \(24.0 GiB\) +0 ", text)

@@ -20,6 +20,7 @@ from jobs.memory.ranking import Ranking
 from jobs.queue.store import Store
 from jobs.service import dry_run
 from jobs.spec.data_tool import NOT_NEEDED
+from jobs.spec.file.flags import flags_of, parse_flags
 from jobs.spec.rules.steps import accumulation_steps, base_forwards, passes
 from jobs.spec.rules.strategy import world_size
 from tui.cli.echo import ProgressLine, echo
@@ -127,7 +128,9 @@ def estimate_job(
     if len(card) > 1:
         if ranks:
             raise UserError("--ranks and several GPUs in --card exclude each other")
-        words = (*words, "--gpus=none", f"--num_processes={len(card)}")
+        values, others = parse_flags(words)  # whose GPUs give way, as those of a job file do
+        values |= {"gpus": None, "num_processes": len(card)}
+        words = (*others, *flags_of(values))
     spec = read_job(words, ignoring=_IGNORED)
     with ProgressLine("measuring the model") as progress:
         progress(0, 1, "…")
@@ -318,7 +321,7 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
         "each": [_fit(fit) for fit in asked.each(own)] if isinstance(own, Predicted) else [],
         "predictions": [
             {
-                **row.result.values,
+                **row.result.on(row.fits[0].room.total).values,
                 "fits": [_fit(fit) for fit in row.fits],
                 "seconds": None if isinstance(row.seconds, str) else row.seconds.values,
             }

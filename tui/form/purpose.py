@@ -77,7 +77,8 @@ class Purpose:
         """Return which jobs come first, for the title."""
         if not self.follows:
             return ""
-        return f" · starts after job {', '.join(map(str, self.follows))}"
+        jobs = "jobs" if len(self.follows) > 1 else "job"
+        return f" · starts after {jobs} {', '.join(map(str, self.follows))}"
 
     def changes(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the form's changes to the job, by key.

@@ -250,14 +250,17 @@ def _held(choices: Choices, whole: tuple[float, float], first: float, size: floa
     return replace(choices, extent=(first, first + size))
 
 
-def _tabs(values: Values, choices: Choices, width: int, *, numbered: bool) -> Row:
-    """Return the measures and their keys, the current one in brackets.
-
-    Few jobs have a loss to the base, so others have no tab for it.
-    """
-    tabs: list[Span] = []
+def usual_measures(values: Values) -> Sequence[Measure]:
+    """Return the measures that have a tab: few jobs have a loss to the base."""
     rare = any(run.steps and run.steps[-1].base_loss is not None for run in values.runs)
-    titled = [m for m in MEASURES if rare or m is not BASE_LOSS or choices.shown == (m,)]
+    return MEASURES if rare else [m for m in MEASURES if m is not BASE_LOSS]
+
+
+def _tabs(values: Values, choices: Choices, width: int, *, numbered: bool) -> Row:
+    """Return the measures and their keys, the current one in brackets."""
+    tabs: list[Span] = []
+    usual = usual_measures(values)
+    titled = [m for m in MEASURES if m in usual or choices.shown == (m,)]
     short = sum(len(measure.title) + 5 for measure in titled) + 8 > width
     names = {
         "learning rate": "lr",

@@ -193,7 +193,8 @@ class PlotsPanel(Lines, can_focus=True):
         self.choose(replace(self.choices, measure=number, everything=False))
 
     def action_turn(self, by: int) -> None:
-        self.action_measure((self.choices.measure + by) % len(MEASURES))
+        count = len(drawing.usual_measures(self.values))
+        self.action_measure((min(self.choices.measure, count - 1) + by) % count)
 
     def action_everything(self) -> None:
         self.choose(replace(self.choices, everything=not self.choices.everything))

@@ -550,6 +550,7 @@ async def test_the_jobs_before_it_are_chosen_and_checked_as_typed(
         await question(app, pilot)
         await pilot.press("n", "ctrl+r")
         await until(pilot, lambda: not store.get(1).follows)
+    assert Purpose(follows=(1, 2)).stages == " · starts after jobs 1, 2"
     purpose = Purpose(follows=(1,))
     made, _ = purpose.carry_out(store, load_spec(None, job_values | {"name": "third"}))
     assert [number for number, _ in store.get(made).follows] == [1]

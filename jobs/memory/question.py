@@ -33,7 +33,7 @@ from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.conflicts import find_conflicts
-from jobs.spec.rules.steps import accumulation_steps, is_whole_batch
+from jobs.spec.rules.steps import accumulation_steps, is_whole_batch, periodic_saves
 from jobs.spec.rules.strategy import SHARDING, replicas_of, world_size
 from jobs.spec.values.field import facts_of
 
@@ -268,8 +268,10 @@ def key_of(spec: JobSpec, config: Mapping[str, Any] | None = None) -> str:
     config = _config_of(spec) if config is None else config
     facts = facts_of(type(spec))
     kept = {key: value for key, value in sorted(spec.to_dict().items()) if facts[key].memory}
-    # The number of ranks matters, but must be normalized: several keys can spell it.
-    text = json.dumps([SCHEMA, engine_version(), spec.num_processes, kept, config], sort_keys=True)
+    # The number of ranks matters, but must be normalized: several keys can spell it. Steps change
+    # no memory, but disk by the checkpoints that they leave.
+    counts = spec.num_processes, periodic_saves(spec)
+    text = json.dumps([SCHEMA, engine_version(), *counts, kept, config], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
 

@@ -238,6 +238,16 @@ def test_another_engine_or_another_config_makes_another_key(
     assert len(keys | {question.key_of(job(), {"num_layers": 1})}) == 3
 
 
+def test_a_prediction_is_asked_for_again_where_other_checkpoints_are_written() -> None:
+    def key(**changes: Any) -> str:
+        return question.key_of(job(**changes), {"num_layers": 1})
+
+    assert key(max_train_steps=400) == key(max_train_steps=500)
+    assert key(max_train_steps=400) != key(max_train_steps=501)
+    epochs: dict[str, Any] = {"max_train_steps": None, "checkpointing_steps": "1 epoch"}
+    assert key(num_train_epochs=2, **epochs) != key(num_train_epochs=3, **epochs)
+
+
 def test_a_cache_keeps_only_the_newest(home: Path) -> None:
     for number in range(5):
         question.remember(f"{number}", fake(job(strategy="single", num_processes=1)))

@@ -210,6 +210,12 @@ def _merge(draft: Draft, parts: Sequence[Part]) -> list[dict[str, Any]]:
         if key not in entries:
             entries[key] = entry
             continue
+        if bool(entries[key].get("regularization")) != bool(entry.get("regularization")):
+            draft.report.warnings.append(
+                f"datasets: {entry['path']} is listed for training and for regularization; a "
+                "folder is one dataset, so add a copy of it for the second"
+            )
+            continue
         if _join_resolutions(entries[key], entry):
             continue
         entries[key]["repeats"] = entries[key].get("repeats", 1) + entry.get("repeats", 1)

@@ -921,6 +921,9 @@ def test_what_ai_toolkit_preserves(tmp_path: Path) -> None:
         assert found == expected
     datasets = [{"folder_path": "a"}, {"folder_path": "r", "is_reg": True, "prior_reg": True}]
     assert process(tmp_path, network={}, datasets=datasets).spec.regularization_target == "base"
+    datasets[1]["folder_path"] = "a"
+    warnings = process(tmp_path, network={}, datasets=datasets).report.warnings
+    assert any("a is listed for training and for regularization" in text for text in warnings)
 
 
 AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [

@@ -180,7 +180,7 @@ class MiniMaxH3(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """Turn time and velocity around: time is 1 without noise, and the velocity leads to data."""
+        """Turn time and velocity around: a time is 1 without noise, a velocity leads to data."""
         condition = self.arrange(condition)
         texts = _texts(condition, len(noisy))
         patch = tuple(transformer.config.patch_size)

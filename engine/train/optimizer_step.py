@@ -247,8 +247,8 @@ class Stepper:
         """
         model, scaler = self._training.model, self._training.scaler
         batches, count = self._loader.step(step), self._loader.forwards
-        losses = torch.zeros(count, device=self._world.device)
-        base_loss = torch.zeros((), device=self._world.device)
+        sums = torch.zeros(count + 1, device=self._world.device)
+        losses, base_loss = sums[:count], sums[count]
         waited = 0.0
         for number in range(1, count + 1):
             asked = time.perf_counter()
@@ -346,7 +346,11 @@ class Stepper:
         if training.scaler is not None:
             training.scaler.unscale_(training.optimizer)
         norm = clip(self._trained, self._spec.max_grad_norm, self._world)
-        mean, base = self._world.average(torch.stack([losses.sum(), base_loss]))
+        total = losses.sum()
+        if self._has_base:
+            mean, base = self._world.average(torch.stack([total, base_loss]))
+        else:  # without a launch for what nobody reads
+            mean = base = self._world.average(total)
         return torch.stack([mean, norm.to(mean.device), base, *losses])
 
     # -- the update, judged by the host ------------------------------------------------------

@@ -321,7 +321,8 @@ class DashboardScreen(QueueControl):
     def _stay(self) -> None:
         """Show the details of the job that a held key stopped at."""
         self._passing = None
-        self._show_selected()
+        if not self.is_covered():
+            self._show_selected()
 
     @on(JobsPanel.Opened)
     def _job_opened(self) -> None:

@@ -407,7 +407,8 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
     estimator: Estimator, toy: Path
 ) -> None:
     found = estimator.estimate(spec_of(toy, validation_prompts=["a red circle"]))
-    assert [phase.name for phase in found.phases] == list(TITLES)
+    names = [name for name in TITLES if name != "base"]  # which only some LoRAs have
+    assert [phase.name for phase in found.phases] == names
     assert all(phase.peak > 0 for phase in found.phases)
     assert any(note.startswith("torch_compile: true would") for note in found.notes)
     with_class = estimator.estimate(spec_of(toy, class_prompt="a circle", num_class_images=3))

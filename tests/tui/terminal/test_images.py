@@ -523,7 +523,7 @@ async def test_one_picture_fills_the_screen_and_two_are_compared(
         await pilot.press("up")
         await until(pilot, lambda: screen.beside and screen.beside.number == 0)
         await pilot.press("e")
-        await until(pilot, lambda: "no checkpoint of step 400" in said(app)[-1])
+        await until(pilot, lambda: "no checkpoint of step 400" in "".join(said(app)[-1:]))
         save_checkpoint(job.run_dir, 400)
         await pilot.press("e")
         await until(pilot, lambda: started == [(job.id, 400)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from diffusers import ChromaPipeline
@@ -20,12 +20,14 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAt
 from engine.families.shared import flux_kohya
 from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.packing import PackedFamily, pack, unpack
-from engine.families.shared.text_masks import fill_masks, without_padding
+from engine.families.shared.text_masks import fill_masks, without_masked, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jobs.spec.keys.prompts import SampleRequest
+
+_MASK: Final = "prompt_attention_mask"
 
 
 class MaskedChromaPipeline(ChromaPipeline):
@@ -41,7 +43,7 @@ class MaskedChromaPipeline(ChromaPipeline):
     # Docstring and signature are those of the stock pipeline.
     @wraps(ChromaPipeline.__call__)
     def __call__(self, *words: Any, **names: Any) -> Any:
-        scale, texts = names.get("guidance_scale"), {"prompt_attention_mask": "prompt_embeds"}
+        scale, texts = names.get("guidance_scale"), {_MASK: "prompt_embeds"}
         if words or not fill_masks(names, texts, guided=scale is None or scale > 1):
             return super().__call__(*words, **names)
 
@@ -88,7 +90,7 @@ class Chroma(PackedFamily):
         )
         return {
             "prompt_embeds": embeds[0].contiguous(),
-            "prompt_attention_mask": mask[0].contiguous(),
+            _MASK: mask[0].contiguous(),
         }
 
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -109,7 +111,7 @@ class Chroma(PackedFamily):
     ) -> torch.Tensor:
         batch, _, height, width = noisy.shape
         embeds, tokens = condition["prompt_embeds"], pack(noisy)
-        mask = condition.get("prompt_attention_mask")
+        mask = condition.get(_MASK)
         if mask is not None:
             seen = torch.ones(tokens.shape[:2], dtype=torch.bool, device=noisy.device)
             mask = torch.cat([mask, seen], dim=1)  # as the pipeline
@@ -138,13 +140,8 @@ class Chroma(PackedFamily):
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
         """Each text without its padding, and without a mask, which would mask nothing."""
-        return super().sample_arguments(request, _seen(condition), negative and _seen(negative))
-
-
-def _seen(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a text `(L, …)` without what its mask leaves out, and without the mask."""
-    mask = text.get("prompt_attention_mask")
-    return text if mask is None else {"prompt_embeds": text["prompt_embeds"][mask]}
+        seen = without_masked(condition, _MASK)
+        return super().sample_arguments(request, seen, negative and without_masked(negative, _MASK))
 
 
 class _SeenKeys(FluxAttnProcessor):

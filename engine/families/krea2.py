@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.packing import OneFrameFamily, PackedFamily, pack, unpack
-from engine.families.shared.text_masks import fill_masks, without_padding
+from engine.families.shared.text_masks import fill_masks, without_masked, without_padding
 
 if TYPE_CHECKING:
     import torch
@@ -164,13 +164,8 @@ class Krea2(PackedFamily, OneFrameFamily):
         negative: dict[str, torch.Tensor] | None,
     ) -> dict[str, Any]:
         """Texts without padding and masks."""
-        return super().sample_arguments(request, _seen(condition), negative and _seen(negative))
-
-
-def _seen(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a text `(L, N, D)` without what its mask leaves out, and without the mask."""
-    mask = text.get(_MASK)
-    return text if mask is None else {"prompt_embeds": text["prompt_embeds"][mask.bool()]}
+        seen = without_masked(condition, _MASK)
+        return super().sample_arguments(request, seen, negative and without_masked(negative, _MASK))
 
 
 FAMILY = Krea2

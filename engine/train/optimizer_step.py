@@ -239,7 +239,7 @@ class Stepper:
         is whole on a rank anyway is summed up there, and averaged once.
 
         With `preservation`, a micro-batch has two passes one after the other: one graph at a time
-        is in memory. Passes and their forwards are the same in number on all ranks.
+        is in memory. Ranks that share weights run the same passes and forwards.
 
         Returns:
             Each micro-batch's part of the mean loss, `(n,)` on the device; the sum of what of it

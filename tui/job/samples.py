@@ -184,7 +184,7 @@ class SampleGrid(Vertical, can_focus=True):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Fit the images to their cells, as far as Textual has not said how large these are."""
+        """Fit the images to their cells: Textual may not report the size of a new widget."""
         for cell in (cell for cells in self._cells for cell in cells):
             cell.picture.fit()
 

@@ -31,6 +31,13 @@ def without_padding(condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return kept
 
 
+def without_masked(text: dict[str, torch.Tensor], mask: str) -> dict[str, torch.Tensor]:
+    """Return one prompt, `(L, …)`, without what its mask leaves out, and without the mask."""
+    if mask not in text:
+        return text
+    return {"prompt_embeds": text["prompt_embeds"][text[mask].bool()]}
+
+
 def _cut(
     condition: Mapping[str, torch.Tensor], name: str, mask: torch.Tensor
 ) -> dict[str, torch.Tensor]:

@@ -200,12 +200,12 @@ def read_interval(value: Any, least: int = 0) -> Any:
 _EPOCHS: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)? *epochs?", re.IGNORECASE)
 _MOST_EPOCHS: Final = 100_000
 Interval = Annotated[Annotated[int, Field(ge=0)] | str, BeforeValidator(read_interval)]
+"""How often something is done: steps or epochs between two times, `500` or `2 epochs`."""
 OptionalInterval = Annotated[
     Annotated[int, Field(ge=1)] | str | None,
     BeforeValidator(lambda value: value if value is None else read_interval(value, least=1)),
     BeforeValidator(spellings.as_none),
 ]
-"""How often something is done: steps or epochs between two times, `500` or `2 epochs`."""
 
 
 def read_prefetch(value: Any) -> Any:

@@ -180,7 +180,7 @@ def test_ranks_of_a_machine_share_memory_that_one_fills(case: str, tmp_path: Pat
 def test_ranks_swap_as_many_blocks_as_their_own_gpu_needs(tmp_path: Path) -> None:
     """Of GPUs of 16, 24 and 48 GB and another machine's: each block is read by one rank a machine.
 
-    A rank that swaps none takes part in what is collective, and no more.
+    A rank that swaps nothing still joins the collectives, and does nothing else.
     """
     cards = [48, 16, 24, 16, 16]
     spec = JobSpec(swap_blocks={16: 4, 24: 1})

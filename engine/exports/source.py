@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from engine.checkpoint.dcp_reader import Planner, Reader
 from engine.model.files.weight_files import read_header
 from engine.model.files.weight_reader import Reading, read_all
+from engine.model.files.weights import reading_of
 from engine.parallel.gather import gather
 from jobs.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from engine.model.files.weight_files import StoredTensor
     from jobs.run.checkpoint_files import Checkpoint
@@ -86,18 +87,34 @@ class ShardedCheckpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Read all ranks' parts of a tensor and assemble it."""
-        key = self._names[name]
         dtype, shape = self.facts[name]
         tensor = torch.empty(shape, dtype=dtype)
+        self._load(name, tensor)
+        return tensor
+
+    def fill(self, tensors: Mapping[str, torch.Tensor], moved: Callable[[], None]) -> None:
+        """Fill tensors, sharded or not, in their own precision; each rank reads its own rows.
+
+        Args:
+            tensors: By their names in the model.
+            moved: Called after each tensor.
+        """
+        for name, tensor in tensors.items():
+            self._load(name, tensor)
+            moved()
+
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
         try:
             # This reads only the required parts of the files: one rank's part of this tensor at a
             # time.
             state_dict_loader.load(
-                {key: tensor}, storage_reader=self._reader, planner=Planner(), no_dist=True
+                {self._names[name]: tensor},
+                storage_reader=self._reader,
+                planner=Planner(),
+                no_dist=True,
             )
         except CheckpointException as error:
             raise next(failure for failure, _ in error.failures.values()) from None
-        return tensor
 
 
 class FullCheckpoint:
@@ -122,8 +139,13 @@ class FullCheckpoint:
         """Read one tensor."""
         return read_stored(self._places[name])
 
+    def fill(self, tensors: Mapping[str, torch.Tensor], moved: Callable[[], None]) -> None:
+        """Fill tensors; see `ShardedCheckpoint.fill`."""
+        readings = [reading_of(name, self._places[name], t) for name, t in tensors.items()]
+        read_all(readings, lambda done: moved())
 
-def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> Source:
+
+def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> ShardedCheckpoint | FullCheckpoint:
     """Return the tensors of a checkpoint of either layout.
 
     Raises:

@@ -331,10 +331,15 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
 
 
 def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
-    """Return the bytes of the second denoiser: frozen, sharded, in a LoRA base's precision."""
-    base = [w for unit in trace.units for w in unit.weights if not w.lora]
+    """Return the bytes of the second denoiser: frozen, sharded, in a LoRA base's precision.
+
+    If another job trains it, it has an adapter like this job's, a copy on each rank.
+    """
+    weights = [weight for unit in trace.units for weight in unit.weights]
     full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
-    return sum(rounded(layout.local(weight) * (full or weight.stored)) for weight in base)
+    adapter = [w.numel * w.stored for w in weights if w.lora and spec.other_expert is not None]
+    base = [layout.local(w) * (full or w.stored) for w in weights if not w.lora]
+    return sum(map(rounded, [*base, *adapter]))
 
 
 def _workspace(

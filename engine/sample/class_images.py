@@ -15,7 +15,8 @@ from engine.data.encode.texts import Text, Texts, prepare_texts
 from engine.data.index.captions import prompt_text
 from engine.data.read import class_images
 from engine.ranks.team import FileBarrier, StoppedError
-from engine.sample.sampler import Sampler, frozen_denoiser
+from engine.sample.frozen_denoiser import frozen_denoiser
+from engine.sample.sampler import Sampler
 from jobs.errors import UserError
 from jobs.spec.keys.prompts import class_prompts, requests_of
 from jobs.spec.rules.cascade import settle

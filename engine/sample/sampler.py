@@ -8,7 +8,7 @@ that a stock pipeline makes the same one.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,84 +18,24 @@ from accelerate import cpu_offload_with_hook
 from engine.data.encode.tensor_cache import nonfinite
 from engine.data.index.captions import prompt_text
 from engine.families.shared.collate import collate
-from engine.model.base_matmul import set_scaled
 from engine.model.compiled import uncompiled
-from engine.model.files import weights
-from engine.model.kernels import choose_attention
 from engine.model.precision import autocast, compute_dtype
-from engine.model.quantized_linear import quantize_layers
-from engine.model.release import Watch, give_back
-from engine.parallel.block_swap import swap_blocks
-from engine.parallel.sharding import reshard, shard
+from engine.model.release import give_back
+from engine.parallel.sharding import reshard
+from engine.sample.frozen_denoiser import find_other_expert, second_denoisers
 from engine.sample.sample_files import sample_name, write_sample
 from jobs.errors import NotFiniteError
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 from jobs.spec.rules.averages import has_average
-from jobs.spec.rules.lora_conflicts import may_scale
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
     from pathlib import Path
 
     from PIL.Image import Image
 
     from engine.run_context import RunContext
-
-
-# -- second denoiser ------------------------------------------------------------------------
-# The other denoiser of a model that has two, each for some of the noise levels.
-#
-# It is not trained, and is in memory only while samples are made: read again each time,
-# sharded over the ranks, or with blocks in host memory, as the trained one is.
-
-
-@contextmanager
-def second_denoisers(run: RunContext) -> Iterator[dict[str, Any]]:
-    """Load the pipeline's other denoisers to sample with, by their names in it; a collective."""
-    name = run.family.second_denoiser
-    if name is None:
-        yield {}
-        return
-    with frozen_denoiser(run, name) as model:
-        others = {name: model}
-        del model
-        yield others
-        others.clear()
-
-
-@contextmanager
-def frozen_denoiser(run: RunContext, name: str) -> Iterator[Any]:
-    """Load a denoiser to sample with, unchanged from the model; a collective."""
-    model = _load(run, name)
-    watch = Watch({name: model})
-    yield model
-    del model
-    if left := watch.still_held():
-        run.telemetry.warn(left)
-    give_back(run.world.device)
-
-
-def _load(run: RunContext, name: str) -> torch.nn.Module:
-    spec, family, world = run.spec, run.family, run.world
-    directory = run.model_root / name
-    # Kept in the compute precision, as the base of a LoRA is.
-    frozen = spec.model_copy(update={"model_type": "lora"})
-    model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)
-    quantize_layers(model, spec, family, stored)
-    set_scaled(model, scaled=may_scale(spec) and spec.base_matmul == "scaled")
-    choose_attention(model, spec)
-    model.requires_grad_(False)
-    swapped = swap_blocks(model, spec, family, world)
-    if world.shards:
-        shard(model, frozen, world, learns=False)
-    offload = torch.device("cpu") if world.shards and spec.fsdp_cpu_offload else None
-    hosts = swapped.hosts if swapped else None
-    weights.materialise(model, world.device, parameters_on=offload, hosts=hosts)
-    read = weights.stream(model, stored, progress=lambda done: run.telemetry.moved())
-    if swapped:
-        swapped.start()
-    run.telemetry.say(f"read {read / 2**20:.1f} MiB of {directory.name} to sample with")
-    return model.eval()
+    from engine.sample.frozen_denoiser import OtherExpert
 
 
 # -- lockstep -------------------------------------------------------------------------------
@@ -269,11 +209,13 @@ class Sampler:
         transformer.eval()
         with run.telemetry.phase("sample", len(requests)) as progress, ExitStack() as stack:
             beside: dict[str, Any] = {}
+            other: OtherExpert | None = None
             stopping = False
             if run.family.second_denoiser is not None:  # which takes a while to read
                 stopping = any(world.any([run.stop_requested()]))
             if not stopping:
-                beside = stack.enter_context(second_denoisers(run))
+                other = find_other_expert(run)
+                beside, other = stack.enter_context(second_denoisers(run, other))
             studio = _Studio(run, transformer, beside)
             # Two denoisers take turns at a place that depends on the steps.
             kinds = [(request.steps, request.guided) for request in requests] if beside else None
@@ -287,7 +229,8 @@ class Sampler:
                 if number is not None and world.rank % world.context_size == 0:
                     self._check(latents, number)
                     frames = studio.develop(requests[number], latents)
-                    written[number] = self._write(frames, requests[number], target, number, step)
+                    facts = self._facts(requests[number], step) | _facts_of(other)
+                    written[number] = self._write(frames, facts, target, number)
                     failed = failed or not written[number]
                 done += len(numbers)
                 progress(done)
@@ -363,13 +306,13 @@ class Sampler:
         )
 
     def _write(
-        self, frames: list[Image], request: SampleRequest, target: Path, number: int, step: int
+        self, frames: list[Image], facts: Mapping[str, Any], target: Path, number: int
     ) -> bool:
         """Whether an image or video could be written."""
         path = target / self._name(number)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            write_sample(frames, self._facts(request, step), path)
+            write_sample(frames, facts, path)
         except OSError as error:
             self.run.telemetry.warn(f"cannot write {path} ({error.strerror or error})")
             return False
@@ -409,6 +352,13 @@ class Sampler:
             "ema": has_average(self.run.spec),
             "dtype": str(compute_dtype(self.run.spec)),
         }
+
+
+def _facts_of(other: OtherExpert | None) -> dict[str, Any]:
+    """Return which trained weights denoised the other noise levels, as JSON values."""
+    if other is None:
+        return {}
+    return {"other_expert": {"run": other.run, "step": other.checkpoint.step, "ema": other.ema}}
 
 
 def _encode_in_fp32(vae: Any) -> None:

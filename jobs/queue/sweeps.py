@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
+from jobs.spec.families import compares_losses
 from jobs.spec.file.diff import differences
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import field_names
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     Values = dict[str, Any]
 
-NOT_SWEPT: Final = ("name", "sweep")
+NOT_SWEPT: Final = ("name", "sweep", "both_experts", "other_expert")
 """Keys that say nothing of what a job of a sweep does."""
 
 _LEAST_PLAIN: Final = 1e-2  # numbers below are written as 1e-3
@@ -39,6 +40,7 @@ _SHORT: Final = {
     "lr_warmup_steps": "warmup",
     "lr_scheduler": "sched",
     "caption_dropout": "drop",
+    "model_flavour": "",
     "optimizer": "",
     "loss_type": "",
     "lora_variant": "",
@@ -152,7 +154,18 @@ def lowest(losses: Losses) -> tuple[int, float] | None:
     return (low[1], low[0]) if low is not None else None
 
 
-def winner(lows: Mapping[int, tuple[int, float] | None]) -> int | None:
-    """Return the job with the lowest validation loss; None if none has one."""
+def winner(
+    lows: Mapping[int, tuple[int, float] | None], differ: Mapping[int, Mapping[str, Any]]
+) -> int | None:
+    """Return the job with the lowest validation loss; None if none has one.
+
+    Of jobs for different noise levels, none is the best: the levels decide the loss.
+
+    Args:
+        lows: Job → step and value of its lowest loss.
+        differ: Job → its values of the keys in which the jobs differ.
+    """
+    if not compares_losses(values.get("model_flavour") for values in differ.values()):
+        return None
     measured = [(low[1], job) for job, low in lows.items() if low is not None]
     return min(measured)[1] if measured else None

@@ -419,8 +419,8 @@ def sweep_dicts(store: Store, sweep: str, present: list[Gpu]) -> list[dict[str, 
         )
     losses = losses_of(store, jobs)
     lows = {job.id: lowest(losses[job.id]) for job in jobs}
-    best = winner(lows)
     rows = as_dicts(store, jobs, present)
+    best = winner(lows, {row["id"]: row["differs"] for row in rows})
     for row in rows:
         low = lows[row["id"]]
         row["lowest"] = {"step": low[0], "loss": low[1]} if low is not None else None

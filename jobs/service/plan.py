@@ -14,7 +14,13 @@ from jobs.queue.job import check_stages
 from jobs.queue.states import ACTIVE, State
 from jobs.resume import compare_plans, find_resume_conflicts, with_known_length
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, newest_whole, read_state
-from jobs.service.start_point import KEY, check_unneeded, find_origin, origin_of
+from jobs.service.start_point import (
+    KEY,
+    check_unneeded,
+    find_origin,
+    origin_of,
+    with_other_expert,
+)
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.conflicts import find_conflicts
@@ -82,7 +88,8 @@ def plan_submit(
     """
     earlier = [store.get(job_id) for job_id in follows]
     spec, notes = with_folder_repeats(spec)
-    notes += stage_notes(earlier)
+    spec, missing = with_other_expert(store, spec)
+    notes += [*missing, *stage_notes(earlier)]
     wanted = _check(spec, absent)
     check_job.check_beginning(spec)
     notes += missing_partners(spec)
@@ -144,6 +151,8 @@ def plan_resume(
         raise StateError(f"job {job_id} is {job.state}; there is nothing to resume")
     notes: list[str] = []
     spec = load_spec(job.run_dir.job_file, overrides, on_note=notes.append)
+    spec, missing = with_other_expert(store, spec)
+    notes += missing
     wanted = _check(spec)
     notes += backend(spec.launcher).warnings(spec)
     spec = settle(spec)
@@ -223,6 +232,7 @@ def plan_change(
         if not absent and noted(job.run_dir):
             absent = find_missing(spec)
         return replace(plan_submit(store, spec, absent, follows or ()), job=job, rewritten=True)
+    spec, missing = with_other_expert(store, spec)
     wanted = _check(spec)
     spec = settle(spec)
     changes, steps = _compare(begin, spec, job)
@@ -232,7 +242,8 @@ def plan_change(
             "trained",
             "use a larger number",
         )
-    notes = [*stage_notes(list(map(store.get, follows or ()))), *_find_needs(store, job, spec)]
+    notes = [*missing, *stage_notes(list(map(store.get, follows or ())))]
+    notes += _find_needs(store, job, spec)
     return Plan(spec, wanted, begin, [], changes, notes, job=job, rewritten=True)
 
 

@@ -1,4 +1,4 @@
-"""Resolve the checkpoint that a job starts from, and protect the ones that jobs need."""
+"""Resolve the checkpoint that a job starts from and the job that trains its other expert."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from jobs.paths import exists, expand
 from jobs.queue.states import ACTIVE, State
 from jobs.run.checkpoint_files import find_checkpoint, find_damage, read_checkpoint
 from jobs.run.rundir import MANIFEST, RunDir
+from jobs.spec.families import experts_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from jobs.queue.store import Job, Store
     from jobs.run.checkpoint_files import Checkpoint
+    from jobs.spec.job_spec import JobSpec
 
 
 KEY: Final = "resume_from_checkpoint"
@@ -64,6 +66,44 @@ def find_origin(store: Store, text: str) -> Checkpoint:
         return _at(expand(text).absolute())
     except UserError as error:
         raise UserError(f"{KEY}: {error.message}", error.hint) from None
+
+
+def with_other_expert(store: Store, spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """Replace the job that `other_expert` names by its run directory.
+
+    Returns:
+        The job, and what is wrong with that directory, a line each: the job trains without it.
+
+    Raises:
+        UserError: There is no such job, it is this one, or the job is one of two to be.
+    """
+    if spec.both_experts:
+        raise UserError(
+            "both_experts: this is one job, and a pair is two",
+            "queue the pair with `fsdp-tui submit`, or remove both_experts",
+        )
+    text = (spec.other_expert or "").strip()
+    if not text:
+        return spec, []
+    if match := _OF_JOB.fullmatch(text):
+        try:
+            root = store.get(int(match["job"])).run_dir.root
+        except NotFoundError as error:
+            raise NotFoundError(f"other_expert: {error.message}", error.hint) from None
+    else:
+        root = expand(text).absolute()
+    spec = spec.model_copy(update={"other_expert": str(root)})
+    if not exists(root):
+        return spec, [f"other_expert: {root} is gone; samples use the base model's other expert"]
+    flavour = RunDir(root).job_value("model_flavour")
+    experts = experts_of(spec) or ()
+    if flavour == spec.model_flavour or (experts and flavour not in experts):
+        raise UserError(
+            f"other_expert: {root} trains {flavour or 'another model'}, which is not the other "
+            f"expert of {spec.model_flavour}",
+            "name the job that trains it",
+        )
+    return spec, []
 
 
 def _at(path: Path) -> Checkpoint:

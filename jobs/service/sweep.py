@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs import service
@@ -13,7 +14,8 @@ from jobs.errors import SpecError, UserError
 from jobs.queue.sweeps import NOT_SWEPT, short_text
 from jobs.service.edit import free_name
 from jobs.service.plan import plan_submit
-from jobs.spec.file.load import load_spec
+from jobs.spec.families import experts_of
+from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.job_spec import JobSpec, field_names, takes_many
 from jobs.spec.rules.cascade import settle
 from jobs.spec.values.spellings import as_list, did_you_mean, normal_key
@@ -22,7 +24,9 @@ from jobs.supervise.median import LEAST_OTHERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from jobs.queue.job import NewJob
     from jobs.queue.store import Job, Store
+    from jobs.run.rundir import RunDir
     from jobs.service.plan import Plan
     from jobs.spec.values.hub_names import HubName
 
@@ -106,10 +110,12 @@ class Sweep:
     Attributes:
         name: Of the group.
         specs: The jobs, settled; each has a name of its own.
+        pairs: The places in `specs` of jobs that train the two experts of one model.
     """
 
     name: str
     specs: list[JobSpec]
+    pairs: list[tuple[int, int]] = field(default_factory=list)
 
 
 def expand(
@@ -120,7 +126,7 @@ def expand(
     group: str = "",
     read: Callable[[Mapping[str, Any]], JobSpec] = lambda values: load_spec(None, values),
 ) -> Sweep:
-    """Describe a job for each combination of values.
+    """Describe a job for each combination of values; with `both_experts`, one for each expert.
 
     Args:
         store: The jobs, whose sweeps' names are taken.
@@ -138,21 +144,32 @@ def expand(
     if own_group and base.startswith(own_group):  # a copy of a job of the sweep, which grows
         base = own_group
     group = group or own_group or free_name(base, taken)
-    specs: list[JobSpec] = []
+    made = Sweep(group, [])
     names: set[str] = set()
     for combination in itertools.product(*swept.values()):
         own = dict(zip(swept, combination, strict=True))
         words = ", ".join(f"{key}={value}" for key, value in own.items())
+        given = {**values, **own, "name": base, "sweep": group}
         try:
-            spec = settle(read({**values, **own, "name": base, "sweep": group}))
+            spec = settle(read(given))
+            parts = {"": spec}
+            if spec.both_experts and (flavours := experts_of(spec)):
+                given |= {"both_experts": False, "other_expert": None}
+                parts = {
+                    flavour.rpartition("-")[2]: settle(read(given | {"model_flavour": flavour}))
+                    for flavour in flavours
+                }
+                made.pairs.append((len(made.specs), len(made.specs) + 1))
         except SpecError as error:
-            raise SpecError(f"sweep, {words}: {error.message}", error.hint) from None
-        read_back = spec.to_dict()
-        name = free_name(_name(base, {key: read_back[key] for key in own}), names)
-        names.add(name)
-        specs.append(spec.model_copy(update={"name": name}))
-    _check_distinct(specs, swept)
-    return Sweep(group, specs)
+            where = f"sweep, {words}" if words else f"sweep {group}"
+            raise SpecError(f"{where}: {error.message}", error.hint) from None
+        for expert, spec in parts.items():
+            read_back = spec.to_dict()
+            name = free_name(_name(base, {key: read_back[key] for key in own}, expert), names)
+            names.add(name)
+            made.specs.append(spec.model_copy(update={"name": name}))
+    _check_distinct(made.specs, swept)
+    return made
 
 
 def _check_distinct(specs: Sequence[JobSpec], swept: Mapping[str, Sequence[Any]]) -> None:
@@ -193,15 +210,46 @@ def plan_all(
     return plans
 
 
-def queue_all(store: Store, plans: Sequence[Plan]) -> list[Job]:
+def queue_all(
+    store: Store, plans: Sequence[Plan], pairs: Sequence[tuple[int, int]] = ()
+) -> list[Job]:
     """Queue the jobs of plans, in this order: all of them, or none.
+
+    Args:
+        store: The jobs.
+        plans: The plans.
+        pairs: See `Sweep`.
 
     Raises:
         UserError: Files of one cannot be written; nothing was queued.
     """
-    jobs = store.add_all([service.new_job(plan) for plan in plans])
+    new = [service.new_job(plan) for plan in plans]
+    for pair in pairs:
+        _introduce(new, plans, pair)
+    jobs = store.add_all(new)
     service.start_if_free(store, jobs[0])
     return [store.get(job.id) for job in jobs]
+
+
+def _introduce(new: list[NewJob], plans: Sequence[Plan], pair: tuple[int, int]) -> None:
+    """Let the job files of two experts name each other's run directory.
+
+    Both have one only when the second is prepared, which therefore writes the first file again.
+    """
+    places: dict[int, RunDir] = {}
+
+    def prepare(own: int, first: Callable[[RunDir], None], run_dir: RunDir) -> None:
+        first(run_dir)
+        places[own] = run_dir
+        if len(places) < len(pair):
+            return
+        for place, other in (pair, pair[::-1]):
+            named = {"other_expert": str(places[other].root)}
+            text = dump_spec(plans[place].spec.model_copy(update=named))
+            service.write_job_file(places[place], text)
+
+    for place in pair:
+        new[place] = replace(new[place], prepare=partial(prepare, place, new[place].prepare))
 
 
 def advice(sweep: Sweep) -> list[str]:
@@ -216,9 +264,10 @@ def advice(sweep: Sweep) -> list[str]:
     return []
 
 
-def _name(base: str, own: Mapping[str, Any]) -> str:
-    """Return a job's name: the sweep's, and what the job differs in."""
-    parts = "-".join(short_text(key, value, between="") for key, value in own.items())
+def _name(base: str, own: Mapping[str, Any], expert: str) -> str:
+    """Return a job's name: the sweep's, what the job differs in, and which expert it trains."""
+    words = [short_text(key, value, between="") for key, value in own.items()]
+    parts = "-".join(filter(None, [*words, expert]))
     tail = re.sub(r"-{2,}", "-", re.sub(r"[^A-Za-z0-9._-]", "-", parts)).strip("-")[
         -_LONGEST_NAME // 2 :
     ]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from jobs.run.eventlog import STEP_LINE, EventLog
 from jobs.run.rundir import RunDir, read_json, write_atomic
+from jobs.spec.families import compares_losses
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -109,6 +110,7 @@ class MedianRule:
     Attributes:
         run_dir: The job's.
         sweep: Its sweep.
+        flavour: What it trains; jobs for other noise levels are not compared with it.
         after: Steps before which nothing is judged.
         attempt: Where in the events it begins; tells one attempt from another.
         every: As of `Reports`.
@@ -117,6 +119,7 @@ class MedianRule:
 
     run_dir: RunDir
     sweep: str
+    flavour: str
     after: int
     attempt: int
     every: int
@@ -124,7 +127,7 @@ class MedianRule:
     _judged: int = 0
     _looked: float = -math.inf
     _reports: dict[Path, Reports] = field(default_factory=dict)
-    _sweeps: dict[Path, str] = field(default_factory=dict)
+    _compared: dict[Path, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run_dir: RunDir, attempt: Attempt) -> MedianRule | None:
@@ -138,7 +141,7 @@ class MedianRule:
         after = spec.stop_worse_than_median_after
         every = 0 if spec.validation_fraction else after
         decided = str(mark["reason"]) if mark is not None else ""
-        return cls(run_dir, spec.sweep, after, offset, every, decided)
+        return cls(run_dir, spec.sweep, spec.model_flavour or "", after, offset, every, decided)
 
     def look(self) -> str:
         """Judge what was reported since the last look; return why the job is to be stopped, or "".
@@ -177,9 +180,9 @@ class MedianRule:
         """
         values = []
         for root in sorted(self.run_dir.root.parent.iterdir()):
-            if root not in self._sweeps:
-                self._sweeps[root] = sweep_in(RunDir(root))
-            if self._sweeps[root] != self.sweep or root == self.run_dir.root:
+            if root not in self._compared:
+                self._compared[root] = self._compares(RunDir(root))
+            if not self._compared[root]:
                 continue
             if mark_of(RunDir(root)).exists():
                 continue
@@ -188,6 +191,11 @@ class MedianRule:
             if place >= 0 and reports[-1][0] >= step:
                 values.append(reports[place][1])
         return values
+
+    def _compares(self, run_dir: RunDir) -> bool:
+        if run_dir.root == self.run_dir.root or sweep_in(run_dir) != self.sweep:
+            return False
+        return compares_losses({run_dir.job_value("model_flavour"), self.flavour})
 
     def _of(self, run_dir: RunDir) -> Values:
         reports = self._reports.setdefault(run_dir.root, Reports(run_dir, self.every))

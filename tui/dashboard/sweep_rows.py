@@ -57,7 +57,7 @@ def label_of(view: JobView) -> str:
 def best_of(views: Sequence[JobView]) -> int | None:
     """Return the job with the lowest validation loss; None if none was measured."""
     lows = {view.job.id: (0, view.lowest) for view in views if view.lowest is not None}
-    return winner(lows)
+    return winner(lows, {view.job.id: view.differs for view in views})
 
 
 def shape_of(views: Sequence[JobView], width: int) -> Shape:

@@ -158,7 +158,7 @@ class Purpose:
         check_count(swept, "`fsdp-tui submit --sweep … --yes` queues them all")
         sweep = expand(store, values, swept, read=draft.spec_of)
         plans = plan_all(store, sweep, lambda spec: absent, self.follows)
-        jobs = queue_all(store, plans)
+        jobs = queue_all(store, plans, sweep.pairs)
         lines = [*advice(sweep), *(line for plan in plans for line in plan_lines(plan))]
         return (
             jobs[0].id,

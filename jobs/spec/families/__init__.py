@@ -16,7 +16,7 @@ from jobs.spec.values.spellings import did_you_mean
 from jobs.spec.values.value_types import read_family
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from jobs.spec.job_spec import RecipeKeys
     from jobs.spec.keys.job import JobKeys
@@ -28,9 +28,11 @@ __all__ = [
     "Guidance",
     "Objective",
     "References",
+    "compares_losses",
     "component_of",
     "default_values",
     "denoiser_config",
+    "experts_of",
     "flavour_of",
     "get_family",
     "latent_step_of",
@@ -119,6 +121,26 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
         if last == repository or cached == f"models--{owner}--{repository}":
             names.append(name)
     return names[0] if len(names) == 1 else None
+
+
+def experts_of(spec: JobKeys) -> tuple[str, str] | None:
+    """Return the flavors of a job's model that train its two experts, the one for high noise first.
+
+    None where the model has one denoiser, or where the job does not say which model it trains.
+    """
+    entry = FAMILIES.get(spec.model_family)
+    flavours = entry.flavours if entry is not None else {}
+    own = flavours.get(spec.model_flavour or "")
+    model = own.hub_id if own is not None else spec.pretrained_model_name_or_path.partition("@")[0]
+    both = [name for name, flavour in flavours.items() if flavour.hub_id == model]
+    return (both[0], both[1]) if len({flavours[name].component for name in both}) == 2 else None
+
+
+def compares_losses(flavours: Iterable[str | None]) -> bool:
+    """Return whether jobs of these flavors see the same noise levels, as two experts do not."""
+    named = set(flavours)
+    entries = (item for family in FAMILIES.values() for item in family.flavours.items())
+    return len({flavour.component for name, flavour in entries if name in named}) < 2
 
 
 def component_of(spec: JobKeys) -> str:

@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 from jobs.spec.keys.groups import JOB
-from jobs.spec.rules.no_effect import dataset_list
+from jobs.spec.rules.no_effect import dataset_list, one_denoiser
 from jobs.spec.values.field import Keys, field
-from jobs.spec.values.value_types import ModelType, OptionalText, choice, read_family
+from jobs.spec.values.value_types import Bool, ModelType, OptionalText, choice, read_family
 
 
 class JobKeys(Keys):
@@ -62,6 +62,26 @@ class JobKeys(Keys):
         mismatch="it trains a different denoiser of the model",
         label="flavour",
         public=True,
+    )
+    both_experts: Bool = field(
+        False,
+        JOB,
+        "Train both experts of a model that has two (Wan 2.2 A14B): `submit` queues a job for "
+        "each, NAME-high and NAME-low.",
+        resume="same",
+        no_effect=one_denoiser,
+        memory=False,
+    )
+    other_expert: OptionalText = field(
+        None,
+        JOB,
+        "The job that trains the model's other expert: samples use its newest checkpoint for its "
+        "noise levels, instead of the base model. ID, or the path of its run directory; "
+        "both_experts sets it.",
+        resume="same",
+        no_effect=one_denoiser,
+        blank="job or folder",
+        path=True,
     )
     pretrained_model_name_or_path: str = field(
         "",

@@ -10,7 +10,7 @@ from jobs.spec.rules.averages import AVERAGE_RULES
 from jobs.spec.rules.data_conflicts import CONDITIONING_RULES, DATA_RULES, Conflict
 from jobs.spec.rules.launch_conflicts import KERNEL_RULES, LAUNCH_RULES, is_masked
 from jobs.spec.rules.lora_conflicts import LORA_RULES, trains_text
-from jobs.spec.rules.no_effect import no_recomputation
+from jobs.spec.rules.no_effect import no_recomputation, one_denoiser
 from jobs.spec.rules.steps import STEP_RULES
 from jobs.spec.rules.strategy import (
     SHARDING,
@@ -54,6 +54,11 @@ def _suggest(numbers: Sequence[int]) -> str:
 def _no_model(spec: JobKeys) -> Conflict | None:
     key = "pretrained_model_name_or_path"
     return None if spec.pretrained_model_name_or_path else Conflict(key, f"{key} is missing")
+
+
+def _both_experts(spec: JobKeys) -> Conflict | None:
+    why = one_denoiser(spec) if spec.both_experts else ""
+    return Conflict("both_experts", why, named=True) if why else None
 
 
 def _strategy(spec: RecipeKeys) -> Conflict | None:
@@ -343,6 +348,7 @@ def _warmup(spec: TrainingKeys) -> Conflict | None:
 
 _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _no_model,
+    _both_experts,
     *DATA_RULES,
     *CONDITIONING_RULES,
     *VALIDATION_RULES,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.spec.families import FAMILIES, references_of
+from jobs.spec.families import FAMILIES, experts_of, references_of
 from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
 from jobs.spec.rules.lora_conflicts import ONE_RATE, may_scale, trains_text
 from jobs.spec.rules.steps import accumulation_steps
@@ -218,6 +218,12 @@ def no_experts(spec: RecipeKeys) -> str:
     if spec.lora_target_modules:
         return "lora_target_modules decides what is adapted"
     return "" if family is None or family.experts else f"{family.title} has none"
+
+
+def one_denoiser(spec: JobKeys) -> str:
+    if experts_of(spec):
+        return ""
+    return "needs a model with two experts, such as model_flavour: 2.2-t2v-a14b-high of wan"
 
 
 def no_decay(spec: TrainingKeys) -> str:

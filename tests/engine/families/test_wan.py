@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from engine.ranks.world import World
-from engine.sample.sampler import second_denoisers
+from engine.sample.frozen_denoiser import second_denoisers
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
@@ -167,7 +167,7 @@ def test_the_other_expert_keeps_as_many_blocks_in_host_memory(root: Path) -> Non
             family=case.family,
             model_root=case.paths.model,
         )
-        with second_denoisers(run) as others:
+        with second_denoisers(run) as (others, _):
             (expert,) = others.values()
             blocks = {
                 ".".join(name.split(".")[:2])

@@ -53,7 +53,12 @@ def sweep(tmp_path: Path) -> Sweep:
 def rule_of(
     run_dir: RunDir, *, after: int = 20, attempt: int = 0, **keys: Any
 ) -> MedianRule | None:
-    spec = {"sweep": "cats", "validation_fraction": 0.1, "stop_worse_than_median_after": after}
+    spec = {
+        "model_flavour": None,
+        "sweep": "cats",
+        "validation_fraction": 0.1,
+        "stop_worse_than_median_after": after,
+    }
     made: Any = SimpleNamespace(spec=SimpleNamespace(**spec | keys), events_offset=attempt)
     return MedianRule.of(run_dir, made)
 

@@ -142,6 +142,8 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "stop_worse_than_median_after": st.none() | st.integers(1, 9999),
     "checkpoints_keep_best": st.booleans() | st.integers(2, 9),
     "checkpointing_async": st.sampled_from([None, False]),
+    "both_experts": st.just(False),  # most models have one
+    "other_expert": st.none() | st.sampled_from(["3", "runs/3-a"]),
     "resume_from_checkpoint": st.none() | st.sampled_from(["3", "3:100", "runs/3-a"]),
     "validation_resolution": _SIZE,
     "export_formats": st.none()

@@ -86,16 +86,18 @@ def submit(
     fsdp-tui submit --template "my flux" --dataset=cats
     fsdp-tui submit job.yaml --sweep learning_rate=1e-5,3e-5,1e-4 --sweep lora_rank=8,16
     fsdp-tui submit second.yaml --after 3,4
+    fsdp-tui submit wan22.yaml --both-experts
     """
     keys, group = read_sweeps(swept)
-    if keys:
-        if not yes:
-            check_count(keys, "add --yes to queue them all")
-        _sweep(words, keys, group, template, after, fetch=fetch, dry_run=dry_run, as_json=as_json)
-        return
-    if group:
+    if keys and not yes:
+        check_count(keys, "add --yes to queue them all")
+    if group and not keys:
         words = (*words, f"--sweep={group}")
-    spec = job_arguments.read_job(words, template=template)
+    spec = job_arguments.load_job(words, template=template)
+    if keys or spec.both_experts:
+        _sweep(spec, keys, group, after, fetch=fetch, dry_run=dry_run, as_json=as_json)
+        return
+    spec = _checked(spec)
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
         plan = plan_submit(store, spec, offer(spec, fetch=fetch, dry_run=dry_run), after)
     tell(plan)
@@ -112,10 +114,9 @@ def submit(
 
 
 def _sweep(
-    words: tuple[str, ...],
+    base: JobSpec,
     keys: dict[str, list[Any]],
     group: str,
-    template: str | None,
     after: tuple[int, ...],
     *,
     fetch: bool,
@@ -123,7 +124,6 @@ def _sweep(
     as_json: bool,
 ) -> None:
     """Queue all jobs of a sweep, or none; print their ids, one a line."""
-    base = job_arguments.load_job(words, template=template).to_dict(only_set=True)
     agreed: dict[tuple[HubName, ...], list[HubName]] = {}
 
     def fetched(spec: InputKeys) -> list[HubName]:
@@ -134,7 +134,7 @@ def _sweep(
         return agreed.get(missing, [])
 
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
-        sweep = expand(store, base, keys, group=group)
+        sweep = expand(store, base.to_dict(only_set=True), keys, group=group)
         warnings = [line for spec in sweep.specs for line in find_warnings(spec)] + advice(sweep)
         for line in dict.fromkeys(warnings):
             job_arguments.warn(line)
@@ -145,7 +145,7 @@ def _sweep(
         values = [plan.spec.to_dict() for plan in plans]
         echo(json.dumps(values) if as_json else "\n".join(spec.name for spec in sweep.specs))
         return
-    jobs = queue_all(store, plans)
+    jobs = queue_all(store, plans, sweep.pairs)
     if as_json:
         made = [{"id": job.id, "name": job.name, "run_dir": str(job.run_dir.root)} for job in jobs]
         echo(json.dumps({"sweep": sweep.name, "jobs": made}))
@@ -153,6 +153,10 @@ def _sweep(
     for job in jobs:
         echo(str(job.id))
     echo(f"fsdp-tui: `fsdp-tui list --sweep {sweep.name}` compares them", err=True)
+    for first, second in sweep.pairs:
+        pair = f"{jobs[first].id} and {jobs[second].id}"
+        export = f"`fsdp-tui export {jobs[first].id} --both-experts`"
+        echo(f"fsdp-tui: {pair} are one model's experts; {export} exports both", err=True)
 
 
 @click.command(cls=job_arguments.JobCommand, context_settings=job_arguments.FLAGS)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.errors import UserError
 from jobs.machine.engine_tools import Progress, ask
 from jobs.run.checkpoint_files import find_checkpoint, list_checkpoints, read_state
 from jobs.run.export_places import check_place, default_place
+from jobs.spec.families import experts_of
+from jobs.spec.job_spec import JobSpec, field_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from jobs.queue.job import Job
+    from jobs.run.checkpoint_files import Checkpoint
+    from jobs.run.rundir import RunDir
     from jobs.spec.keys.output import ExportDtype, ExportFormat
 
 # Stage of the tool → estimated percentage of the total at its start and end.
@@ -52,6 +56,7 @@ def export_checkpoint(
     formats: Sequence[ExportFormat] = (),
     ema: bool = True,
     single_file: bool = False,
+    other: RunDir | None = None,
     progress: Progress = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Export:
@@ -66,6 +71,7 @@ def export_checkpoint(
         formats: The names to export a LoRA under; the job's `export_formats` by default.
         ema: Export the averaged weights, if there are any.
         single_file: Write a full model as one file that ComfyUI and Forge load.
+        other: The run of the model's other expert, to export its newest checkpoint too.
         progress: Called with the percentage done, and 100.
         cancelled: Polled several times a second in the caller's thread; True cancels the export
             and removes what it wrote.
@@ -98,6 +104,10 @@ def export_checkpoint(
             ema_left_out=averaged and not ema,
         )
     )
+    partner = None if other is None else _partner(job, checkpoint, other)
+    if partner is not None and output is None:
+        target = job.run_dir.root / f"export-both-{checkpoint.step}-{partner.step}"
+        target = target.with_name(f"{target.name}{'-no-ema' if averaged and not ema else ''}")
     if single_file and output is None:  # next to the directory that diffusers loads
         target = target.with_name(f"{target.name}-single-file")
     spec = state.get("spec") or {}
@@ -106,10 +116,13 @@ def export_checkpoint(
         "step": checkpoint.step,
         "ema": averaged and ema,
     }
+    if partner is not None:
+        facts["other_expert"] = _names(partner)
     if output is not None:  # the default place is for the latest export, of any precision
         facts |= {"dtype": dtype or spec.get("export_dtype", "auto"), "single_file": single_file}
     check_place(target, facts)
     arguments = [str(checkpoint.path), str(target)]
+    arguments += [f"--other={partner.path}"] if partner is not None else []
     arguments += [f"--dtype={dtype}"] if dtype else []
     arguments += [f"--format={each}" for each in formats]
     arguments += [] if ema else ["--no_ema"]
@@ -128,6 +141,42 @@ def export_checkpoint(
     if step is None and newest != [checkpoint.step]:
         warnings.insert(0, f"step-{newest[0]} is damaged; exported step {checkpoint.step}")
     return Export(Path(answer["path"]), answer["step"], answer["ema"], tuple(warnings))
+
+
+def _partner(job: Job, checkpoint: Checkpoint, other: RunDir) -> Checkpoint:
+    """Return the newest checkpoint of the other expert, if one export can hold both.
+
+    Raises:
+        NotFoundError: It has none.
+        UserError: It trains no other expert of the same model, or has the same name.
+    """
+    found = find_checkpoint(other, None, str(other.root))
+    own, beside = _spec_of(checkpoint), _spec_of(found)
+    if {own.model_flavour, beside.model_flavour} != set(experts_of(own) or ()):
+        raise UserError(
+            f"job {job.id} trains {own.model_flavour or own.model_family} and {other.root.name} "
+            f"{beside.model_flavour or beside.model_family}, which are not the two experts of one "
+            "model",
+            "export each by itself",
+        )
+    if own.model_type != beside.model_type or own.name == beside.name:
+        raise UserError(
+            f"job {job.id} ({own.model_type}, {own.name}) and {other.root.name} "
+            f"({beside.model_type}, {beside.name}) do not fit into one export, which takes two "
+            "LoRAs or two full models of different names",
+            "export each by itself",
+        )
+    return found
+
+
+def _spec_of(checkpoint: Checkpoint) -> JobSpec:
+    values = read_state(checkpoint.path).get("spec") or {}
+    return JobSpec.model_validate({k: v for k, v in values.items() if k in field_names()})
+
+
+def _names(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what an export's facts call the other expert."""
+    return {"job": _spec_of(checkpoint).name, "step": checkpoint.step}
 
 
 def _absolute(path: Path) -> Path:

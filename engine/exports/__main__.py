@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -21,7 +22,9 @@ from jobs.spec.keys.output import ExportDtype, ExportFormat
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
+    from engine.exports.recipe import Recipe
     from jobs.run.checkpoint_files import Checkpoint
 
 _PROGRESS_EVERY: Final = 0.2  # seconds
@@ -44,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("target", type=Path)
     dtypes = (*get_args(ExportDtype), "fp8")
+    parser.add_argument("--other", type=Path, help="the checkpoint of the model's other expert")
     parser.add_argument("--dtype", choices=dtypes, help="default: the job's; fp8: single files")
     parser.add_argument("--format", action="append", choices=get_args(ExportFormat))
     parser.add_argument("--no_ema", action="store_true", help="export the raw weights")
@@ -66,17 +70,49 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _export(options: Namespace) -> dict[str, Any]:
-    checkpoint = read_checkpoint(options.checkpoint)
-    if checkpoint is None:
-        raise UserError(f"{options.checkpoint} is not a complete checkpoint")
+    checkpoints = [_read(path) for path in (options.checkpoint, options.other) if path is not None]
     progress = _Progress()
-    _check(checkpoint, progress)
+    _check(checkpoints, progress)
 
     # torch and diffusers take seconds to import, so first check that there is something to export.
-    from engine import families
-    from engine.exports.recipe import Recipe
     from engine.exports.source import open_checkpoint
     from engine.exports.writing import Writing
+
+    recipes = [_recipe(checkpoint, options) for checkpoint in checkpoints]
+    if len(recipes) > 1:
+        first, second = (recipe.family.component for recipe in recipes)
+        recipes = [
+            replace(recipes[0], partner=second),
+            replace(recipes[1], partner=first, leads=False),
+        ]
+    pairs = zip(checkpoints, recipes, strict=True)
+    sources = [open_checkpoint(checkpoint, ema=recipe.ema) for checkpoint, recipe in pairs]
+    parts = [(recipe, source.facts) for recipe, source in zip(recipes, sources, strict=True)]
+    report = progress.of("writing")
+    with Writing(*parts[0], options.target, report, *parts[1:]) as writing:
+        for number, source in enumerate(sources):
+            for name in source.facts:
+                writing.add(name, source.read(name), of_other=bool(number))
+        exported = writing.finish()
+    return {
+        "path": str(exported.path),
+        "step": recipes[0].step,
+        "ema": recipes[0].ema,
+        "warnings": list(exported.warnings),
+    }
+
+
+def _read(path: Path) -> Checkpoint:
+    checkpoint = read_checkpoint(path)
+    if checkpoint is None:
+        raise UserError(f"{path} is not a complete checkpoint")
+    return checkpoint
+
+
+def _recipe(checkpoint: Checkpoint, options: Namespace) -> Recipe:
+    """Describe the export of a checkpoint by the job that trained it."""
+    from engine import families
+    from engine.exports.recipe import Recipe
     from jobs.models.find_model import find_model
     from jobs.spec.job_spec import JobSpec, field_names
 
@@ -85,43 +121,27 @@ def _export(options: Namespace) -> dict[str, Any]:
     if not values:
         raise UserError(f"{checkpoint.path} does not name its job")
     spec = JobSpec.model_validate(values)
-    ema = bool(state.get("ema")) and not options.no_ema
     root = find_model(spec.pretrained_model_name_or_path)
-    recipe = Recipe(
+    return Recipe(
         spec=spec,
         family=families.load(spec.model_family, spec.model_flavour, root),
         root=root,
         step=checkpoint.step,
-        ema=ema,
+        ema=bool(state.get("ema")) and not options.no_ema,
         dtype=options.dtype or spec.export_dtype,
         formats=options.format or spec.export_formats,
         time=checkpoint.time,
         single_file=options.single_file,
     )
-    source = open_checkpoint(checkpoint, ema=ema)
-    report = progress.of("writing")
-    with Writing(recipe, source.facts, options.target, report) as writing:
-        for name in source.facts:
-            whole = source.read(name)
-            assert whole is not None
-            writing.add(name, whole)
-            del whole
-        exported = writing.finish()
-    return {
-        "path": str(exported.path),
-        "step": checkpoint.step,
-        "ema": ema,
-        "warnings": list(exported.warnings),
-    }
 
 
-def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
-    """Read every byte of a checkpoint and verify its checksums.
+def _check(checkpoints: Sequence[Checkpoint], progress: _Progress) -> None:
+    """Read every byte of the checkpoints and verify their checksums.
 
     Raises:
-        UserError: The checkpoint is damaged.
+        UserError: A checkpoint is damaged.
     """
-    report, total = progress.of("checking"), checkpoint.bytes >> 20
+    report, total = progress.of("checking"), sum(each.bytes for each in checkpoints) >> 20
     read = 0
 
     def more(count: int) -> None:
@@ -129,11 +149,12 @@ def _check(checkpoint: Checkpoint, progress: _Progress) -> None:
         read += count
         report(min(read >> 20, total), total)
 
-    if damage := find_damage(checkpoint.path, progress=more):
-        raise UserError(
-            f"the checkpoint {checkpoint.path.name} is damaged ({damage})",
-            "export another one (--step N)",
-        )
+    for checkpoint in checkpoints:
+        if damage := find_damage(checkpoint.path, progress=more):
+            raise UserError(
+                f"the checkpoint {checkpoint.path.name} is damaged ({damage})",
+                "export another one (--step N)",
+            )
 
 
 class _Progress:

@@ -131,7 +131,14 @@ class LoraOutput:
         # function, it leaves the header to the caller.
         parts = {family.lora_prefix: dict(layers), **texts}
         named = {f"{name}_lora_layers": tensors for name, tensors in parts.items()}
-        family.pipeline_class().save_lora_weights(self._directory, **named, save_function=write)
+        # Diffusers loads one transformer at a time, by the same names: two experts are two files.
+        weight_name = f"{self._recipe.spec.name}-diffusers.safetensors"
+        family.pipeline_class().save_lora_weights(
+            self._directory,
+            **named,
+            weight_name=weight_name if self._recipe.partner else None,
+            save_function=write,
+        )
         for file in written:
             file.check(checked)
             self._check_loads(file, layers, texts)

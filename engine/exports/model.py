@@ -68,8 +68,10 @@ class ModelOutput:
             max_shard_size=LARGEST_FILE,
         )
         self._index = stock.read_index(recipe.root)
-        self._others = stock.files_of(recipe.root, self._index, recipe.family.component)
-        self._absent = stock.absent_checks(recipe.root, self._index)
+        trained = {recipe.family.component, recipe.partner}
+        leads = recipe.leads
+        self._others = stock.files_of(recipe.root, self._index, trained) if leads else []
+        self._absent = stock.absent_checks(recipe.root, self._index) if leads else []
         if self._absent:
             names = " and ".join(self._absent)
             self.warnings.append(f"the base model lacks {names}: the export has none")
@@ -77,7 +79,7 @@ class ModelOutput:
             self._others, directory.parent
         )
         self.pieces = len(planned) + len(self._others)
-        (directory / recipe.family.component).mkdir()
+        (directory / recipe.family.component).mkdir(exist_ok=True)
         self._files = {
             name: VerifiedFile(
                 directory / recipe.family.component / name,

@@ -282,6 +282,9 @@ class Recipe:
         formats: The naming formats to export a LoRA in; None means all that the family has.
         time: When it was trained, in Unix seconds; 0 if unknown.
         single_file: Whether to write a full model as one file with its authors' layer names.
+        partner: The component that another recipe of the same export describes: the model's other
+            expert; "" if this one is alone.
+        leads: Whether this recipe of a pair writes what is not trained.
     """
 
     spec: JobSpec
@@ -293,6 +296,8 @@ class Recipe:
     formats: list[ExportFormat] | None = None
     time: float = 0.0
     single_file: bool = False
+    partner: str = ""
+    leads: bool = True
 
     def model_dtype(
         self, trained: torch.dtype, base: torch.dtype, *, keep_fp32: bool

@@ -289,13 +289,13 @@ def read_index(root: Path) -> dict[str, Any]:
     return index
 
 
-def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
-    """Return a pipeline's untrained files, and the config of its trained component.
+def files_of(root: Path, index: Mapping[str, Any], trained: Collection[str]) -> list[Copy]:
+    """Return a pipeline's untrained files, and the configs of its trained components.
 
     Args:
         root: The base model.
         index: Its index.
-        trained: The name of the trained component.
+        trained: The names of the trained components.
 
     Raises:
         UserError: A component that the index names is missing, and pipelines need it.
@@ -314,7 +314,7 @@ def files_of(root: Path, index: Mapping[str, Any], trained: str) -> list[Copy]:
         if not (root / name).is_dir():
             raise UserError(f"{root} lacks {name}, listed in its index", "download it again")
         paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
-        if name == trained:
+        if name in trained:
             paths = [
                 path for path in paths if path.suffix == ".json" and ".index." not in path.name
             ]

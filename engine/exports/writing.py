@@ -168,6 +168,7 @@ class Writing:
         facts: Dtype and shape of each tensor that will be added, by name.
         target: The destination, whose old content stays until the new export is complete.
         progress: Called with the amount done and `total`.
+        other: The same for the model's other expert, if the export has both.
 
     Attributes:
         total: Amount of work: tensors to add, and pieces to check at the end.
@@ -182,27 +183,33 @@ class Writing:
         facts: Mapping[str, Fact],
         target: Path,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        other: tuple[Recipe, Mapping[str, Fact]] | None = None,
     ) -> None:
         self._recipe = recipe
+        self._other = other[0] if other is not None else None
         self._target = target
         self._progress = progress
         self._done = 0
+        self._outputs: list[LoraOutput | ModelOutput | SingleFileOutput] = []
+        self.total = 0
         with ExitStack() as opened, _as_user_errors(target):
             self._aside = opened.enter_context(aside_of(target))
-            self._output = _output_of(recipe)(recipe, facts, self._aside)
-            opened.callback(self._output.abandon)
-            self.total = len(facts) + self._output.pieces
-            self._check_room(self._output.bytes)
+            for each, tensors in filter(None, [(recipe, facts), other]):
+                output = _output_of(each)(each, tensors, self._aside)
+                opened.callback(output.abandon)
+                self._outputs.append(output)
+                self.total += len(tensors) + output.pieces
+            self._check_room(sum(output.bytes for output in self._outputs))
             self._opened = opened.pop_all()
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add one tensor.
+    def add(self, name: str, tensor: torch.Tensor, *, of_other: bool = False) -> None:
+        """Add one tensor, of the export's own expert or of the other one.
 
         Raises:
             UserError: It cannot be written or exported.
         """
         with _as_user_errors(self._target):
-            self._output.add(name, tensor)
+            self._outputs[of_other].add(name, tensor)
         self._advance()
 
     def finish(self) -> Exported:
@@ -214,7 +221,8 @@ class Writing:
         """
         recipe, spec = self._recipe, self._recipe.spec
         with _as_user_errors(self._target):
-            self._output.finish(self._advance)
+            for output in self._outputs:  # the first one adds what none of them trains
+                output.finish(self._advance)
             facts = {
                 "schema": 1,
                 "job": spec.name,
@@ -225,8 +233,11 @@ class Writing:
                 "dtype": recipe.dtype,
                 "single_file": recipe.single_file,
             }
+            if (other := self._other) is not None:
+                facts["other_expert"] = {"job": other.spec.name, "step": other.step}
             install(self._aside, self._target, facts)
-        return Exported(self._target, tuple(self._output.warnings))
+        warnings = (warning for output in self._outputs for warning in output.warnings)
+        return Exported(self._target, tuple(dict.fromkeys(warnings)))
 
     def __enter__(self) -> Self:
         """Return the export itself."""

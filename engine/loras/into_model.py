@@ -121,7 +121,7 @@ def _write_directory(
         first, *others = changed
         copies = [
             copy
-            for copy in files_of(model.root, dict(model.index), first)
+            for copy in files_of(model.root, dict(model.index), {first})
             if not copy.name.startswith(tuple(f"{name}/" for name in others))
             or (copy.name.endswith(".json") and ".index." not in copy.name)
         ]

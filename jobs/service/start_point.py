@@ -14,6 +14,7 @@ from jobs.queue.states import ACTIVE, State
 from jobs.run.checkpoint_files import find_checkpoint, find_damage, read_checkpoint
 from jobs.run.rundir import MANIFEST, RunDir
 from jobs.spec.families import experts_of
+from jobs.spec.file.load import load_spec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -104,6 +105,29 @@ def with_other_expert(store: Store, spec: JobSpec) -> tuple[JobSpec, list[str]]:
             "name the job that trains it",
         )
     return spec, []
+
+
+def other_expert_of(store: Store, job: Job, named: int | None = None) -> RunDir:
+    """Return the run of the model's other expert: of the job that is named, or by `other_expert`.
+
+    Raises:
+        NotFoundError: There is no such job, or its run directory is gone.
+        UserError: The job names none.
+    """
+    if named is not None:
+        return store.get(named).run_dir
+    text = load_spec(job.run_dir.job_file).other_expert
+    if text is None:
+        raise UserError(
+            f"job {job.id} does not say which job trains the other expert",
+            f"add it: `fsdp-tui export {job.id} --other-expert ID`",
+        )
+    if not exists(Path(text)):
+        raise NotFoundError(
+            f"the other expert's run directory is gone: {text}",
+            f"`fsdp-tui export {job.id}` exports this one by itself",
+        )
+    return RunDir(Path(text))
 
 
 def _at(path: Path) -> Checkpoint:

@@ -107,6 +107,11 @@ def read_id(value: str) -> int:
     raise click.BadParameter(f'"{value}" is not a job id{meant}; `fsdp-tui list` shows the ids')
 
 
+def read_optional_id(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Parse a job id; None if there is none."""
+    return None if value is None else read_id(value)
+
+
 def _read_ids(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> tuple[int, ...]:

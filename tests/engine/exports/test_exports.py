@@ -276,7 +276,7 @@ def test_the_other_components_are_the_base_models_files(toy: Path, tmp_path: Pat
     (root / "LICENSE.md").write_text("for science only")
     (root / "flux1-dev.safetensors").write_bytes(b"the same model in one file")
     out = tmp_path / "out"
-    for copy in files_of(root, read_index(root), "transformer"):
+    for copy in files_of(root, read_index(root), {"transformer"}):
         copy_or_link(copy, out)
     found = out / "text_encoder" / "model.safetensors"
     assert not found.is_symlink()

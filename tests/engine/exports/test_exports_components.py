@@ -36,7 +36,7 @@ def published(root: Path, files: dict[str, str]) -> Path:
 
 def taken(root: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for copy in files_of(root, read_index(root), "unet"):
+    for copy in files_of(root, read_index(root), {"unet"}):
         part, slash, name = copy.name.partition("/")
         if slash:
             found.setdefault(part, set()).add(name)

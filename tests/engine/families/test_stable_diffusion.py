@@ -184,4 +184,4 @@ def test_a_checker_without_its_extractor_is_an_incomplete_model(toy: Case, tmp_p
     root = with_a_checker(toy, tmp_path / "model")
     (root / "safety_checker").mkdir()
     with pytest.raises(UserError, match="lacks feature_extractor"):
-        files_of(root, read_index(root), "unet")
+        files_of(root, read_index(root), {"unet"})

@@ -7,25 +7,44 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from PIL import Image
 from safetensors.torch import load_file
 
+from engine.exports.__main__ import main as export
 from engine.ranks.world import World
 from engine.sample.frozen_denoiser import second_denoisers
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
+from jobs.service.sweep import expand, plan_all, queue_all
+from jobs.spec.file.load import load_spec
+from jobs.spec.keys.prompts import requests_of
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
-from tests.support.engine.families import DEVICE, PROMPT, Case, Spied, batch_of, quiet
+from tests.support.engine.families import (
+    DEVICE,
+    PROMPT,
+    Case,
+    Spied,
+    batch_of,
+    quiet,
+    toys_root,
+)
+from tests.support.engine.ranks import family as family_ranks
 from tests.support.engine.run_context import run_context
+from tests.support.engine.toy_jobs import start_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from jobs.queue.store import Store
+
 HIGH, LOW = "wan:2.2-t2v-a14b-high", "wan:2.2-t2v-a14b-low"
 BOUNDARY = 0.875
+RANKS, STEPS = 2, 2
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -179,3 +198,64 @@ def test_the_other_expert_keeps_as_many_blocks_in_host_memory(root: Path) -> Non
             found.append(case.family.predict(expert, noisy, level, condition, 1.0))
             del expert
     assert torch.equal(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.usefixtures("no_gpus", "started")
+def test_one_command_trains_both_experts_and_one_export_has_both(
+    store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The second job samples with what the first one has trained, as the stock pipeline does."""
+    case, pairs = Case(HIGH, toys_root(tmp_path_factory)), {}
+    prompt = {"prompt": PROMPT, "num_frames": 5, "seed": 3, "steps": 4}
+    for kind in ("lora", "full"):
+        values = case.values(
+            name=kind,
+            both_experts=True,
+            model_type=kind,
+            num_processes=RANKS,
+            strategy="fsdp2",
+            lora_rank=4,
+            max_train_steps=STEPS,
+            checkpointing_steps=STEPS,
+            learning_rate=3e-2 if kind == "lora" else 3e-3,
+            cache_dir=str(tmp_path / "cache"),
+            validation_prompts=[prompt],
+            use_ema=kind == "full",
+        )
+        sweep = expand(store, values, {})
+        assert [spec.name for spec in sweep.specs] == [f"{kind}-high", f"{kind}-low"]
+        pairs[kind] = queue_all(store, plan_all(store, sweep, lambda spec: ()), sweep.pairs)
+    jobs = [job for pair in pairs.values() for job in pair]
+    files = {str(job.run_dir.root): load_spec(job.run_dir.job_file).to_dict() for job in jobs}
+    start_ranks(family_ranks.train, RANKS, files, tmp_path / "output.txt").join()
+    for kind, (high, low) in pairs.items():
+        sampled = low.run_dir.samples / f"step-{STEPS}"
+        facts = json.loads((sampled / "00.json").read_text())
+        used = {"run": high.run_dir.root.name, "step": STEPS, "ema": kind == "full"}
+        assert facts["other_expert"] == used
+        assert "other_expert" not in json.loads(
+            (high.run_dir.samples / f"step-{STEPS}" / "00.json").read_text()
+        ), "the other job has not begun"
+        first, second = (str(job.run_dir.checkpoint(STEPS)) for job in (low, high))
+        target = tmp_path / f"both-{kind}"
+        assert export([first, str(target), f"--other={second}"]) == 0
+        (request,) = requests_of(load_spec(low.run_dir.job_file))
+        expected = np.asarray(Image.open(sampled / "00.png"), int)
+        stock = case.stock(target if kind == "full" else None)
+        if kind == "full":
+            alone = case.stock(low.run_dir.export)
+        else:
+            alone = case.stock()
+            for pipeline, loaded in ((stock, (high, low)), (alone, (low,))):
+                for job in loaded:
+                    name = f"{job.name}-diffusers.safetensors"
+                    into = {"load_into_transformer_2": True} if job is low else {}
+                    pipeline.load_lora_weights(target, weight_name=name, **into)
+        drawn, without = (
+            np.asarray(case.run(pipeline, request, output_type="pil")[0][2], int)
+            for pipeline in (stock, alone)
+        )
+        assert np.abs(drawn - expected).max() <= 1
+        assert np.abs(without - expected).max() > 1, "the expert for high noise was trained too"

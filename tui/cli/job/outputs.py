@@ -20,11 +20,20 @@ from jobs.run.checkpoint_files import find_best, free_bytes, list_all, verify
 from jobs.run.eventlog import read_losses
 from jobs.run.samples import list_samples
 from jobs.service.plan import plan_resume
-from jobs.service.start_point import read_step
+from jobs.service.start_point import other_expert_of, read_step
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.keys.output import ExportDtype, ExportFormat
 from tui.cli.echo import ProgressLine, echo
-from tui.cli.job_arguments import FLAGS, ID, IDS, JSON, JobCommand, for_each, read_id
+from tui.cli.job_arguments import (
+    FLAGS,
+    ID,
+    IDS,
+    JSON,
+    JobCommand,
+    for_each,
+    read_id,
+    read_optional_id,
+)
 from tui.text.checkpoint_text import checkpoint_table, plan_lines
 from tui.text.format import MISSING, cut, size
 from tui.text.tables import table
@@ -242,6 +251,17 @@ BEST = click.option("--best", is_flag=True, help="Take the step of the lowest va
     help="Key names of the LoRA's tensors; can be repeated.",
 )
 @click.option("--no-ema", is_flag=True, help="Export the raw weights, not their average.")
+@click.option(
+    "--both-experts",
+    is_flag=True,
+    help="Also export the newest checkpoint of the job that trains the model's other expert.",
+)
+@click.option(
+    "--other-expert",
+    metavar="ID",
+    callback=read_optional_id,
+    help="The job that does, if the job does not say: it was not submitted with both_experts.",
+)
 @JSON
 def export(
     job_ids: tuple[int, ...],
@@ -252,13 +272,16 @@ def export(
     kind: str,
     formats: tuple[ExportFormat, ...],
     no_ema: bool,
+    both_experts: bool,
+    other_expert: int | None,
     as_json: bool,
 ) -> int:
     """Export a checkpoint of each job for other tools and print its path.
 
     The job may be running. A LoRA is written with the key names of diffusers and of other tools, a
     full model as a pipeline for from_pretrained, or with --as single-file as one file of its
-    transformer for ComfyUI and Forge. Every file is read back and compared.
+    transformer for ComfyUI and Forge. Every file is read back and compared. With --both-experts,
+    one directory has both: two LoRA files in each format, or a pipeline with both transformers.
     """
     if output is not None and len(job_ids) > 1:
         raise click.UsageError("--output takes the export of one job; several need none")
@@ -267,6 +290,9 @@ def export(
     def act(job_id: int) -> None:
         job = store.get(job_id)
         after = _step(job, step, best, "exports")
+        other = None
+        if both_experts or other_expert is not None:
+            other = other_expert_of(store, job, other_expert)
         with ProgressLine("exporting") as line:
             made = export_checkpoint(
                 job,
@@ -276,6 +302,7 @@ def export(
                 formats=formats,
                 ema=not no_ema,
                 single_file=kind == "single-file",
+                other=other,
                 progress=lambda done, total: line(done, total, f"{done} %"),
             )
         for warning in made.warnings:

@@ -337,7 +337,8 @@ def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
     """
     weights = [weight for unit in trace.units for weight in unit.weights]
     full = compute_dtype(spec).itemsize if spec.model_type == "full" else None
-    adapter = [w.numel * w.stored for w in weights if w.lora and spec.other_expert is not None]
+    pair = spec.both_experts or spec.other_expert is not None
+    adapter = [w.numel * w.stored for w in weights if w.lora and pair]
     base = [layout.local(w) * (full or w.stored) for w in weights if not w.lora]
     return sum(map(rounded, [*base, *adapter]))
 

@@ -46,7 +46,13 @@ from jobs.memory.question import Refused, arranged, predict
 from jobs.memory.ranking import Ranker
 from jobs.memory.seconds import cards_of, link_of, seconds_of, why_unknown
 from jobs.paths import cache_home, state_home
-from jobs.spec.rules.steps import accumulation_steps, forwards_of_ranks, share_on_card
+from jobs.spec.families import experts_of
+from jobs.spec.rules.steps import (
+    accumulation_steps,
+    forwards_of_ranks,
+    share_on_card,
+    total_steps,
+)
 from jobs.spec.rules.strategy import chosen_strategy, depends_on_memory, world_size
 
 if TYPE_CHECKING:
@@ -59,7 +65,7 @@ if TYPE_CHECKING:
     from jobs.memory.question import Server
     from jobs.memory.ranking import Ranking
     from jobs.memory.seconds import Link, Seconds
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.job_spec import JobSpec, RecipeKeys
     from jobs.spec.keys.data import DataKeys
 
     Found = Predicted | Refused
@@ -428,14 +434,44 @@ def needs_of(spec: DataKeys, predicted: Predicted) -> list[Need]:
     needs = []
     if machine := predicted.host.get("machine"):
         needs.append(Need("host memory", machine, min(memory.available, host_bytes())))
-    disk = predicted.disk
-    run = disk.get("checkpoints", disk.get("checkpoint", 0)) + disk.get("export", 0)
-    if run:
+    if run := _run_bytes(predicted):
         needs.append(Need("disk for checkpoints and the export", run, _free(state_home())))
-    if cached := disk.get("cache"):
+    if cached := predicted.disk.get("cache"):
         folder = Path(spec.cache_dir) if spec.cache_dir else cache_home()
         needs.append(Need("disk for caches", cached, _free(folder)))
     return needs
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What two jobs take that train the two experts of a model.
+
+    Attributes:
+        steps: Of each job; None if they depend on data that is not counted yet.
+        hours: Of each job, without samples and saves; None if steps or rates are unknown.
+        disk: Bytes of both jobs' checkpoints and exports.
+    """
+
+    steps: int | None
+    hours: tuple[float, float] | None
+    disk: int
+
+
+def pair_of(spec: RecipeKeys, predicted: Predicted, ranking: Ranking | str) -> Pair | None:
+    """Return what the pair takes; None if the job is for one expert only."""
+    if not (spec.both_experts and experts_of(spec)):
+        return None
+    steps, hours = total_steps(spec), None
+    if steps is not None and not isinstance(ranking, str):
+        seconds = ranking.own.seconds
+        hours = steps * seconds.low / 3600, steps * seconds.high / 3600
+    return Pair(steps, hours, 2 * _run_bytes(predicted))
+
+
+def _run_bytes(predicted: Predicted) -> int:
+    """Return the bytes of a run's checkpoints and its export."""
+    disk = predicted.disk
+    return disk.get("checkpoints", disk.get("checkpoint", 0)) + disk.get("export", 0)
 
 
 def _free(path: Path) -> int:

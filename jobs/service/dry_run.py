@@ -38,6 +38,8 @@ _OVERRIDES: Final[Mapping[str, Any]] = {
     "validation_fraction": 0.0,
     "export_formats": None,
     "resume_from_checkpoint": None,
+    "both_experts": False,
+    "other_expert": None,
     "max_restarts": 0,
     "auto_resume": False,
     "report_to": [],

@@ -41,7 +41,7 @@ _CACHES: Final = ("encode", "latents", "masks")  # phases that leave nothing to 
 _SAME_PACE: Final = frozenset(
     {
         *("checkpointing_steps", "checkpoints_total_limit", "resume_from_checkpoint", "cache_dir"),
-        "other_expert",
+        *("both_experts", "other_expert"),
         *("validation_steps", "validation_loss_steps", "validation_on_startup"),
         *("lora_rank", "prefetch_steps"),
     }

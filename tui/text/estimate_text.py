@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jobs.memory.calibration import Compared
-    from jobs.memory.estimate import Need
+    from jobs.memory.estimate import Need, Pair
     from jobs.memory.fit import Candidate
     from jobs.memory.ladder import Step
     from jobs.memory.network import Across
@@ -275,6 +275,22 @@ def needs_text(needs: Sequence[Need]) -> str:
         + ("" if need.enough else ", NOT ENOUGH")
         for need in needs
     )
+
+
+def pair_text(pair: Pair | None) -> str:
+    """Return the hours and the disk space of two jobs that train a model's two experts."""
+    if pair is None:
+        return ""
+    lines = ["both experts: two jobs like this one, which share the caches"]
+    if pair.hours is not None:
+        low, high = pair.hours
+        lines.append(
+            f"  {pair.steps} steps each: {span(low, high)} h at the same time on other GPUs, or "
+            f"{span(2 * low, 2 * high)} h one after the other, without samples and saves"
+        )
+    if pair.disk:
+        lines.append(f"  disk for checkpoints and exports of both: {size(pair.disk)}")
+    return "\n".join(lines)
 
 
 def compared_text(compared: Sequence[Compared]) -> str:

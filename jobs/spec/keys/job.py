@@ -70,7 +70,6 @@ class JobKeys(Keys):
         "each, NAME-high and NAME-low.",
         resume="same",
         no_effect=one_denoiser,
-        memory=False,
     )
     other_expert: OptionalText = field(
         None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -11,7 +12,7 @@ import click
 from jobs.backends.slurm.commands import ask_partitions, cards_of
 from jobs.errors import UserError
 from jobs.memory.calibration import compare
-from jobs.memory.estimate import UNKNOWN_CARDS, Estimate, estimate, needs_of
+from jobs.memory.estimate import UNKNOWN_CARDS, Estimate, Pair, estimate, needs_of, pair_of
 from jobs.memory.fit import CARD_ROOMS, CARDS, Fit, Room, Verdict, candidates
 from jobs.memory.network import SHARED, Across, across
 from jobs.memory.predicted import Predicted
@@ -184,6 +185,9 @@ class _Facts:
         # Without rates, less recomputation is all that is known to be faster.
         ranked = isinstance(self.ranking, Ranking) or isinstance(self.own, Refused)
         self.faster = None if ranked else asked.faster()
+        self.pair: Pair | None = None
+        if isinstance(self.own, Predicted):
+            self.pair = pair_of(asked.spec, self.own, self.ranking)
         self.rooms = _rooms(asked)
         self.across: list[Across] = []
         self.fewest: dict[str, int | None] = {}  # by kind of GPU
@@ -303,7 +307,8 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
             if facts.changed:
                 few += f"\nwith all of these changes: {words_of.fewest_text(facts.changed)}"
             parts.append(few)
-        parts += [words_of.needs_text(needs_of(spec, own)), asked.calibration.in_words()]
+        parts += [words_of.needs_text(needs_of(spec, own)), words_of.pair_text(facts.pair)]
+        parts.append(asked.calibration.in_words())
         parts.append("\n".join(words_of.paragraph(note, width) for note in own.notes))
     if measured is not None:
         parts.append(words_of.measured_text(measured, _beside(asked, measured)))
@@ -342,6 +347,7 @@ def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[
         "faster": _step(facts.faster) if facts.faster else None,
         "seconds": _seconds(facts.ranking),
         "setups": _setups(facts.ranking),
+        "both_experts": asdict(facts.pair) if facts.pair is not None else None,
         "fewest": facts.fewest,
         "fewest_with_changes": facts.changed or None,
         "needs": [

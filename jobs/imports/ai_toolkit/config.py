@@ -109,6 +109,14 @@ def architecture(draft: Draft, key: str, value: Any) -> None:
     if flavour in _HIGH and not trains_high(draft, key):
         flavour = flavour.replace("-high", "-low")
     models.set_family(draft, key, family, flavour)
+    low = "model.model_kwargs.train_low_noise"
+    if flavour in _HIGH and not is_off(draft.theirs.get(low, True)):
+        draft.values["both_experts"] = True
+        draft.report.warnings.append(
+            "max_train_steps: each expert trains all of them here; there, the two share them"
+        )
+        if low not in draft.theirs:
+            draft.assume(low, "on", both_experts=True)
 
 
 def trains_high(draft: Draft, key: str) -> bool:

@@ -16,6 +16,10 @@ from jobs.spec.families.base import FLUX_LINE
 from jobs.spec.values.resolutions import sides_of
 
 _MODEL: Final = "pretrained_model_name_or_path"
+_TIMESTEPS: Final = 1000
+# Wan 2.2's experts meet at timestep 875 or 900; ranges that begin or end there are for one of them.
+_LEAST_HIGH: Final = 800
+_MOST_LOW: Final = 900
 _TARGETS_WHY: Final = "the layers that the script adapts"
 
 # Names that the authors gave to single files, whose weights are also published for diffusers.
@@ -82,8 +86,8 @@ def model_of(draft: Draft, script: str, family: str) -> tuple[str | None, str | 
 def _wan(draft: Draft, task: str, place: str) -> tuple[str | None, str | None]:
     """Return Wan's flavour; of two experts, the one that is named, else the one for low noise."""
     least, most = draft.number("min_timestep") or 0, draft.number("max_timestep")
-    high = "high" in place or (least >= 800 and "low" not in place)
-    high = high and not (most is not None and most <= 900)
+    high = "high" in place or (least >= _LEAST_HIGH and "low" not in place)
+    high = high and not (most is not None and most <= _MOST_LOW)
     expert = "high" if high else "low"
     if "a14b" in task:
         if not re.search("high|low", place) and not least and most is None:
@@ -128,12 +132,17 @@ def base(draft: Draft, key: str, value: Any) -> None:
 
 
 def two_experts(draft: Draft, key: str, value: Any) -> None:
+    """Train both experts, unless the timesteps are those of one; each gets a LoRA of its own."""
+    least, most = draft.number("min_timestep") or 0, draft.number("max_timestep") or _TIMESTEPS
     expert = str(draft.values.get("model_flavour")).rpartition("-")[2]
-    other = "low" if expert == "high" else "high"
-    draft.unsupported(
-        key,
-        f"a job trains one expert, here {expert}: submit it again for the {other} one",
-    )
+    if expert not in ("high", "low"):
+        draft.unsupported(key, "the model of --task has one denoiser")
+    elif least >= _LEAST_HIGH or most <= _MOST_LOW:
+        draft.unneeded(key, f"min_timestep and max_timestep are those of the {expert} expert")
+    elif draft.take(key, "both_experts", True, "a LoRA for each; there, both experts share one"):
+        draft.report.warnings.append(
+            "max_train_steps: each expert trains all of them here; there, the two share them"
+        )
 
 
 # -- the adapter -----------------------------------------------------------------------------

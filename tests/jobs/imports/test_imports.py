@@ -274,7 +274,25 @@ def test_ai_toolkit_video_of_two_experts() -> None:
     assert (job["num_frames"], job["validation_num_frames"]) == (37, 41)
     assert job["gpus"] == [1]
     assert job["lora_alpha"] == 1.0  # what is taken there when none is given
-    assert "2.2-t2v-a14b-low" in entry(imported, "model.model_kwargs.train_low_noise").why
+    assert job["both_experts"]
+    assert any("each expert trains all of them" in text for text in imported.report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "both"),
+    [
+        ({}, True),
+        ({"train_low_noise": True}, True),
+        ({"train_low_noise": False}, False),
+        ({"train_high_noise": False}, False),
+    ],
+)
+def test_ai_toolkit_trains_both_experts_unless_one_is_off(
+    kwargs: dict[str, bool], both: bool, tmp_path: Path
+) -> None:
+    spec = process(tmp_path, model={"arch": "wan22_14b", "model_kwargs": kwargs}).spec
+    assert spec.both_experts is both
+    assert spec.model_flavour == f"2.2-t2v-a14b-{'low' if 'train_high_noise' in kwargs else 'high'}"
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,27 @@ def test_a_lora_of_one_of_wan_s_experts() -> None:
     assert not lost(imported)
 
 
+@pytest.mark.parametrize(
+    ("words", "both"),
+    [
+        ("", True),
+        ("--timestep_boundary 875", True),
+        ("--min_timestep 875", False),
+        ("--max_timestep 900", False),
+    ],
+)
+def test_both_experts_are_trained_unless_the_timesteps_are_those_of_one(
+    words: str, both: bool
+) -> None:
+    command = (
+        "wan_train_network.py --task t2v-A14B --dit wan2.2_t2v_low_noise_14B_fp16.safetensors "
+        f"--dit_high_noise wan2.2_t2v_high_noise_14B_fp16.safetensors {words}"
+    )
+    imported = import_kohya([command], MUSUBI)
+    assert imported.spec.both_experts is both
+    assert "dit_high_noise" not in lost(imported)
+
+
 # -- which model -----------------------------------------------------------------------------
 
 TRAINED: Final = [

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs.queue.states import State
 from jobs.queue.sweeps import short_text, winner
+from jobs.spec.families import compares_losses
 from tui.text.format import (
     BEST,
     Row,
@@ -83,12 +84,20 @@ def heading_row(name: str, views: Sequence[JobView], shape: Shape, *, folded: bo
         before += 2 * (_LOSS + 1)
     elif keys := list(views[0].differs):
         words.append(", ".join(keys))
-    head = f"{'▸' if folded else '▾'} {name} sweep  "
+    what = "both experts" if _is_pair(views) else "sweep"
+    head = f"{'▸' if folded else '▾'} {name} {what}  "
     text = left(" · ".join(words), max(0, before - len(head)))
     row: Row = (Span(head, "title"), Span(text, "dim"))
     if not folded:
         row = (*row, Span(f" {right('loss', _LOSS)} {right('val', _LOSS)}", "dim"))
     return row
+
+
+def _is_pair(views: Sequence[JobView]) -> bool:
+    """Return whether the jobs differ in nothing but which expert of the model they train."""
+    if any([*view.differs] != ["model_flavour"] for view in views):
+        return False
+    return not compares_losses(view.differs["model_flavour"] for view in views)
 
 
 def sweep_row(

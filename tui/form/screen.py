@@ -395,6 +395,8 @@ class NewJobScreen(Screen[int | None]):
         """Show the keys, and how many jobs the first of them queues."""
         width = self.size.width
         jobs = math.prod(map(len, self.fields.swept.values()))
+        both = self.fields.values.get("both_experts") is True
+        jobs *= 1 + (both and "both_experts" not in self.checks.reasons)
         verb = f"{self.purpose.verb} {jobs} jobs" if jobs > 1 else self.purpose.verb
         keys = last_line(verb, width - 2, narrow=width < _WIDE)
         self.query_one("#form-keys", Static).update(keys)

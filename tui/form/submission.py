@@ -185,7 +185,7 @@ class Submission:
         app = form.app  # a form that was left has none
         try:
             absent = self.gate.fetched_for(values)
-            if swept or values.get("both_experts") is True:
+            if purpose.job is None and (swept or values.get("both_experts") is True):
                 job, done, warnings = purpose.queue_sweep(form.store, values, swept, absent)
             else:
                 job, warnings = purpose.carry_out(form.store, draft.spec_of(values), absent)

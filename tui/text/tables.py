@@ -75,6 +75,8 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     lines = [table(head, rows)]
     if any(job["best_of_sweep"] for job in jobs):
         lines.append(f"{formats.BEST} marks the lowest validation loss (VAL), measured at step AT")
+    elif any(job["lowest"] for job in jobs):
+        lines.append("the two experts see other noise levels, so their losses cannot be compared")
     else:
         lines.append(
             "no validation loss yet: jobs measure one if validation_fraction holds data out"

@@ -10,6 +10,7 @@ from jobs.queue.states import State
 from tests.support.tui.made_up_runs import add_job
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from jobs.queue.store import Store
@@ -87,6 +88,26 @@ def test_a_sweep_is_queued_and_compared(shell: Shell, store: Store, job_file: Pa
     assert (made["sweep"], [job["id"] for job in made["jobs"]]) == ("again", [3, 4])
     code, _, err = shell("list", "--sweep", "dogs")
     assert (code, "there are again, cats" in err) == (2, True)
+
+
+def test_both_experts_are_queued_by_one_flag(
+    shell: Shell, store: Store, job_file: Path, make_model: Callable[..., Path]
+) -> None:
+    parts = ("transformer", "transformer_2", "vae")
+    root = make_model("wan", pipeline="WanPipeline", parts=parts)
+    words = ("submit", str(job_file), "--name=cats", "--both-experts")
+    code, _, err = shell(*words)
+    assert (code, "both_experts: needs a model with two experts" in err) == (2, True)
+    words = (*words, "--model_family=wan", f"--pretrained_model_name_or_path={root}")
+    words = (*words, "--model_flavour=2.2-t2v-a14b-high")
+    assert shell(*words, "--dry-run")[:2] == (0, "cats-high\ncats-low\n")
+    assert store.all() == []
+    code, out, err = shell(*words)
+    assert (code, out) == (0, "1\n2\n")
+    assert "`fsdp-tui export 1 --both-experts` exports both" in err
+    assert "sweep        cats: 2.2-t2v-a14b-low" in shell("show", "2")[1]
+    code, _, err = shell("run", *words[1:])
+    assert (code, "this is one job, and a pair is two" in err) == (2, True)
 
 
 def test_several_jobs_are_acted_on_and_one_that_fails_stops_no_other(

@@ -13,6 +13,8 @@ from tests.support.tui.driven_app import running, said, shown
 from tests.support.tui.made_up_runs import add_job, append_events, write_steps
 from tests.support.tui.pilot import until
 from tui.dashboard.jobs_panel import JobsPanel
+from tui.dashboard.sweep_rows import heading_row, shape_of
+from tui.look.snapshot import JobView
 from tui.plots.screen import PlotsScreen
 
 if TYPE_CHECKING:
@@ -113,3 +115,15 @@ async def test_one_key_plots_all_of_a_sweep_that_has_trained(
         app.select(other.id)
         await pilot.press("V")
         await until(pilot, lambda: any("belongs to no sweep" in text for text in said(app)))
+
+
+def test_a_heading_says_that_jobs_train_both_experts(store: Store) -> None:
+    flavours = ("2.2-t2v-a14b-high", "2.2-t2v-a14b-low")
+    views = [
+        JobView(add_job(store, f"cats-{n}"), differs={"model_flavour": flavour})
+        for n, flavour in enumerate(flavours)
+    ]
+    heading = "".join(
+        span.text for span in heading_row("cats", views, shape_of(views, 120), folded=False)
+    )
+    assert heading.startswith("▾ cats both experts  2 jobs · model_flavour")

@@ -8,13 +8,15 @@ import pytest
 import yaml
 from textual.widgets import Select
 
-from jobs.spec.file.load import load_spec
-from tests.support.tui.driven_app import field, form
+from jobs.spec.file.load import dump_spec, load_spec
+from tests.support.tui.driven_app import field, form, running, said
+from tests.support.tui.made_up_runs import add_job
 from tests.support.tui.pilot import rest, until
 from tui.form import draft
 from tui.form.screen import NewJobScreen
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from jobs.queue.store import Store
@@ -79,3 +81,25 @@ async def test_what_a_job_file_says_does_not_follow(
         await until(pilot, lambda: field(app, "model_flavour").value == flavour)
         await rest(app)
         assert draft.spec_of(app.screen.values) == load_spec(given)  # type: ignore[attr-defined]
+
+
+async def test_a_switch_of_the_form_queues_both_experts(
+    store: Store, job_values: dict[str, Any], make_model: Callable[..., Path]
+) -> None:
+    parts = ("transformer", "transformer_2", "vae")
+    root = make_model("wan", pipeline="WanPipeline", parts=parts)
+    values = {"name": "cats", "model_family": "wan", "pretrained_model_name_or_path": str(root)}
+    values |= {"model_flavour": "2.2-t2v-a14b-high", "both_experts": True}
+    spec = load_spec(None, job_values | values)
+    add_job(store, "cats", ranks=1, job_file=dump_spec(spec))
+    async with running(store) as (app, pilot):
+        await pilot.press("D")
+        await until(
+            pilot, lambda: "queue 2 jobs" in str(app.screen.query_one("#form-keys").content)
+        )
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: len(store.all()) == 3)
+        await until(pilot, lambda: "sweep cats-2: 2 jobs queued" in said(app))
+    made = [load_spec(job.run_dir.job_file) for job in store.all()[:2]]
+    assert {spec.name for spec in made} == {"cats-2-high", "cats-2-low"}
+    assert all(spec.other_expert for spec in made)

@@ -150,8 +150,8 @@ def _partner(job: Job, checkpoint: Checkpoint, other: RunDir) -> Checkpoint:
         NotFoundError: It has none.
         UserError: It trains no other expert of the same model, or has the same name.
     """
-    found = find_checkpoint(other, None, str(other.root))
-    own, beside = _spec_of(checkpoint), _spec_of(found)
+    newest = find_checkpoint(other, None, str(other.root))
+    own, beside = _spec_of(checkpoint), _spec_of(newest)
     if {own.model_flavour, beside.model_flavour} != set(experts_of(own) or ()):
         raise UserError(
             f"job {job.id} trains {own.model_flavour or own.model_family} and {other.root.name} "
@@ -166,7 +166,7 @@ def _partner(job: Job, checkpoint: Checkpoint, other: RunDir) -> Checkpoint:
             "LoRAs or two full models of different names",
             "export each by itself",
         )
-    return found
+    return newest
 
 
 def _spec_of(checkpoint: Checkpoint) -> JobSpec:

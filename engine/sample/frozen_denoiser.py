@@ -63,7 +63,7 @@ def find_other_expert(run: RunContext) -> OtherExpert | None:
     if run.spec.other_expert is None or experts_of(run.spec) is None:
         return None
     place = RunDir(Path(run.spec.other_expert))
-    found: OtherExpert | None = None
+    expert: OtherExpert | None = None
     if run.world.main:
         try:
             checkpoint = newest_whole(place)
@@ -71,15 +71,15 @@ def find_other_expert(run: RunContext) -> OtherExpert | None:
             values = {k: v for k, v in (state.get("spec") or {}).items() if k in field_names()}
             if checkpoint is not None and values:
                 spec = JobSpec.model_validate(values)
-                found = OtherExpert(place.root.name, checkpoint, spec, bool(state.get("ema")))
+                expert = OtherExpert(place.root.name, checkpoint, spec, bool(state.get("ema")))
         except (OSError, ValueError, UserError) as error:
             run.telemetry.warn(f"other_expert: {place.root} cannot be read ({error})")
         run.telemetry.say(
-            f"samples use step {found.checkpoint.step} of {found.run} for the other noise levels"
-            if found is not None
+            f"samples use step {expert.checkpoint.step} of {expert.run} for the other noise levels"
+            if expert is not None
             else f"{place.root.name} has no checkpoint; samples use the base model's other expert"
         )
-    return run.world.from_main(found)
+    return run.world.from_main(expert)
 
 
 @contextmanager

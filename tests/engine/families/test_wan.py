@@ -15,10 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from engine.exports.__main__ import main as export
+from engine.model.adapters.lora import lora_parameters
 from engine.ranks.world import World
-from engine.sample.frozen_denoiser import second_denoisers
+from engine.sample.frozen_denoiser import find_other_expert, second_denoisers
 from engine.toy.components.weights import one_thread
-from jobs.run.rundir import RunDir
+from jobs.run.checkpoint_files import STATE_FILE
+from jobs.run.rundir import MANIFEST, RunDir
 from jobs.service.sweep import expand, plan_all, queue_all
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
@@ -198,6 +200,37 @@ def test_the_other_expert_keeps_as_many_blocks_in_host_memory(root: Path) -> Non
             found.append(case.family.predict(expert, noisy, level, condition, 1.0))
             del expert
     assert torch.equal(*found)
+
+
+def test_without_a_readable_checkpoint_of_the_other_job_the_base_is_sampled(
+    root: Path, tmp_path: Path
+) -> None:
+    case, telemetry = Case(LOW, root), Mock()
+    other = RunDir(tmp_path / "1-cats-high")
+    run = run_context(
+        case.spec(other_expert=str(other.root)),
+        RunDir(tmp_path),
+        World(0, 1, DEVICE, "single", "t"),
+        telemetry,
+        family=case.family,
+        model_root=case.paths.model,
+    )
+    assert find_other_expert(run) is None
+    telemetry.say.assert_called_with(
+        "1-cats-high has no checkpoint; samples use the base model's other expert"
+    )
+    place = other.checkpoint(4)
+    place.mkdir(parents=True)
+    (place / MANIFEST).write_text(json.dumps({"step": 4, "files": {}}))
+    state = {"spec": Case(HIGH, root).spec(lora_rank=4).to_dict(), "ema": True}
+    (place / STATE_FILE).write_text(json.dumps(state))
+    expert = find_other_expert(run)
+    assert expert is not None
+    assert (expert.run, expert.checkpoint.step, expert.ema) == ("1-cats-high", 4, True)
+    with second_denoisers(run, expert) as (others, used):
+        assert used is None
+        assert not lora_parameters(others["transformer"])
+    assert "step 4 of 1-cats-high cannot be read" in telemetry.warn.call_args.args[0]
 
 
 @pytest.mark.slow

@@ -95,7 +95,15 @@ def submit(
         words = (*words, f"--sweep={group}")
     spec = job_arguments.load_job(words, template=template)
     if keys or spec.both_experts:
-        _sweep(spec, keys, group, after, fetch=fetch, dry_run=dry_run, as_json=as_json)
+        _sweep(
+            spec.to_dict(only_set=True),
+            keys,
+            group,
+            after,
+            fetch=fetch,
+            dry_run=dry_run,
+            as_json=as_json,
+        )
         return
     spec = _checked(spec)
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
@@ -114,7 +122,7 @@ def submit(
 
 
 def _sweep(
-    base: JobSpec,
+    base: dict[str, Any],
     keys: dict[str, list[Any]],
     group: str,
     after: tuple[int, ...],
@@ -134,7 +142,7 @@ def _sweep(
         return agreed.get(missing, [])
 
     with _looked_at() if dry_run else contextlib.nullcontext(Store()) as store:
-        sweep = expand(store, base.to_dict(only_set=True), keys, group=group)
+        sweep = expand(store, base, keys, group=group)
         warnings = [line for spec in sweep.specs for line in find_warnings(spec)] + advice(sweep)
         for line in dict.fromkeys(warnings):
             job_arguments.warn(line)

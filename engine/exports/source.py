@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from engine.model.files.weight_files import StoredTensor
     from jobs.run.checkpoint_files import Checkpoint
+
+# Torch warns whenever a checkpoint is read without a collective, which is what is wanted here.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 Fact = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 

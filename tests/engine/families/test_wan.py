@@ -256,6 +256,7 @@ def test_one_command_trains_both_experts_and_one_export_has_both(
             cache_dir=str(tmp_path / "cache"),
             validation_prompts=[prompt],
             use_ema=kind == "full",
+            fsdp_state_dict_type="full" if kind == "lora" else "sharded",  # both layouts are read
         )
         sweep = expand(store, values, {})
         assert [spec.name for spec in sweep.specs] == [f"{kind}-high", f"{kind}-low"]

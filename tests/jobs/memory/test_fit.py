@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs.machine.gpu import Gpu
-from jobs.memory.estimate import Need, Place, needs_of, place_of
+from jobs.memory.estimate import Need, Place, needs_of, pair_of, place_of
 from jobs.memory.fit import CARDS, Fit, Room, Verdict, fit_of, worst
 from jobs.memory.predicted import Predicted
 from jobs.spec.job_spec import JobSpec
 from tests.support.jobs.fake_memory import GIB, predict
+from tui.text.estimate_text import pair_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,3 +141,29 @@ def test_what_a_job_needs_of_the_machine(
         ("disk for checkpoints and the export", 6)
     ]
     assert needs_of(spec, predicted(host={}, disk={})) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "ranking", "hours"),
+    [
+        ({"max_train_steps": 1800}, True, (1.0, 2.0)),
+        ({"max_train_steps": 1800}, False, None),
+        ({"num_train_epochs": 2}, True, None),
+    ],
+)
+def test_a_pair_takes_twice_the_disk_and_says_the_hours_of_each(
+    steps: dict[str, int], ranking: bool, hours: tuple[float, float] | None
+) -> None:
+    spec = JobSpec(model_family="wan", model_flavour="2.2-t2v-a14b-low", both_experts=True, **steps)
+    seconds = SimpleNamespace(low=2.0, high=4.0)
+    ranked: Any = SimpleNamespace(own=SimpleNamespace(seconds=seconds)) if ranking else "no rates"
+    own = predicted(disk={"checkpoints": 3 * GIB, "export": GIB})
+    pair = pair_of(spec, own, ranked)
+    assert pair is not None
+    assert (pair.hours, pair.disk) == (hours, 8 * GIB)
+    text = pair_text(pair)
+    assert ("1.0-2.0 h at the same time" in text) == (hours is not None)
+    assert ("2.0-4.0 h one after the other" in text) == (hours is not None)
+    assert "of both: 8.0 GiB" in text
+    assert pair_of(spec.model_copy(update={"both_experts": False}), own, ranked) is None
+    assert pair_text(None) == ""

@@ -101,6 +101,18 @@ def test_a_job_is_judged_from_the_given_step_on_against_those_that_came_as_far(
     assert other.look(), "the one that was stopped does not count"
 
 
+def test_experts_are_compared_with_their_own_kind(sweep: Sweep) -> None:
+    """The same jobs, where some see other noise levels: one is left to compare with."""
+    for name, noise in (("1-a", "high"), ("2-b", "low"), ("3-c", "low")):
+        with sweep.job(name, 1.0, 1.0).job_file.open("a") as file:
+            file.write(f"model_flavour: 2.2-t2v-a14b-{noise}\n")
+    own = sweep.job("4-own", 9.0, 9.0)
+    for noise, stopped in (("high", False), ("low", True)):
+        rule = rule_of(own, model_flavour=f"2.2-t2v-a14b-{noise}")
+        assert rule is not None
+        assert bool(rule.look()) is stopped
+
+
 def test_only_the_attempt_that_was_stopped_is(sweep: Sweep) -> None:
     sweep.job("1-a", 1.0, 1.0)
     sweep.job("2-b", 1.0, 1.0)

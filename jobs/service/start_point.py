@@ -96,7 +96,12 @@ def with_other_expert(store: Store, spec: JobSpec) -> tuple[JobSpec, list[str]]:
     spec = spec.model_copy(update={"other_expert": str(root)})
     if not exists(root):
         return spec, [f"other_expert: {root} is gone; samples use the base model's other expert"]
-    flavour = RunDir(root).job_value("model_flavour")
+    try:
+        flavour = RunDir(root).job_value("model_flavour")
+    except (OSError, ValueError):
+        raise NotFoundError(
+            f"other_expert: {root} is not a run directory", "use the job's ID, or its run directory"
+        ) from None
     experts = experts_of(spec) or ()
     if flavour == spec.model_flavour or (experts and flavour not in experts):
         raise UserError(

@@ -107,10 +107,16 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
     None where it says none, or where one published model is several flavours; that a model gets new
     inputs is no matter of its name.
     """
+    names = _named_flavours(family, name_or_path)
+    return names[0] if len(names) == 1 else None
+
+
+def _named_flavours(family: object, name_or_path: object) -> list[str]:
+    """Return the flavors that are published under a model's name."""
     entry = FAMILIES.get(str(read_family(family)))
     parts = [part.casefold() for part in PurePath(str(name_or_path)).parts]
     if entry is None or not parts:
-        return None
+        return []
     # The hub's cache keeps a model in models--ORG--NAME/snapshots/REVISION.
     cached = parts[-3] if parts[-2:-1] == ["snapshots"] and len(parts) > 2 else ""
     last, names = parts[-1].partition("@")[0], []  # without a revision
@@ -120,7 +126,7 @@ def flavour_of(family: object, name_or_path: object) -> str | None:
             continue
         if last == repository or cached == f"models--{owner}--{repository}":
             names.append(name)
-    return names[0] if len(names) == 1 else None
+    return names
 
 
 def experts_of(spec: JobKeys) -> tuple[str, str] | None:
@@ -130,9 +136,10 @@ def experts_of(spec: JobKeys) -> tuple[str, str] | None:
     """
     entry = FAMILIES.get(spec.model_family)
     flavours = entry.flavours if entry is not None else {}
-    own = flavours.get(spec.model_flavour or "")
-    model = own.hub_id if own is not None else spec.pretrained_model_name_or_path.partition("@")[0]
-    both = [name for name, flavour in flavours.items() if flavour.hub_id == model]
+    if own := flavours.get(spec.model_flavour or ""):
+        both = [name for name, flavour in flavours.items() if flavour.hub_id == own.hub_id]
+    else:
+        both = _named_flavours(spec.model_family, spec.pretrained_model_name_or_path)
     return (both[0], both[1]) if len({flavours[name].component for name in both}) == 2 else None
 
 

@@ -117,6 +117,7 @@ def test_a_job_can_name_one_that_trains_the_other_expert(
     for changes, why in (
         ({"model_flavour": LOW}, f"trains {LOW}, which is not the other expert of {LOW}"),
         ({"other_expert": "9"}, "other_expert: no job 9"),
+        ({"other_expert": str(store.home)}, "is not a run directory"),
     ):
         with pytest.raises(UserError, match=why):
             plan_submit(store, load_spec(None, high | changes))
@@ -139,10 +140,9 @@ def test_every_flavour_for_one_component_has_a_partner() -> None:
             if pair is not None:
                 components = [family.component_of(each) for each in pair]
                 assert (name in pair, components) == (True, ["transformer", "transformer_2"])
-                by_name = JobSpec(
-                    model_family=family.name, pretrained_model_name_or_path=flavour.hub_id
-                )
-                assert experts_of(by_name) == pair
+                for place in (flavour.hub_id, f"/models/{flavour.hub_id.partition('/')[2]}"):
+                    by_name = JobSpec(model_family=family.name, pretrained_model_name_or_path=place)
+                    assert experts_of(by_name) == pair
 
 
 def test_losses_of_two_experts_are_not_compared() -> None:

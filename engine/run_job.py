@@ -146,6 +146,7 @@ def run_job(spec: JobSpec, run_dir: RunDir, world: World, telemetry: Telemetry) 
             steps_per_epoch=data.plan.steps_per_epoch,
             trained_parameters=sum(p.numel() for p in training.trained().values()),
             base_matmul=spec.base_matmul if may_scale(spec) else None,
+            best_by=spec.checkpoints_best_by,
         )
     )
     trainer = Trainer(run, control, objective, training, stepper, data, peaks, saver)

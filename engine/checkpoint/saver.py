@@ -27,9 +27,9 @@ from engine.checkpoint.write import aside_of, keep_newest, write
 from engine.model.release import give_back
 from engine.ranks.world import available_memory
 from jobs.errors import DiskFullError, UserError
-from jobs.run.checkpoint_files import judge
 from jobs.run.eventlog import STEP_LINE, EventLog
 from jobs.run.events import Checkpoint
+from jobs.run.judging import judge
 from jobs.run.rundir import MANIFEST, read_json
 from jobs.units import size
 
@@ -283,8 +283,8 @@ class Saver:
         if best and self._spec.checkpoints_total_limit is not None:
             if not os.access(self._run_dir.events, os.R_OK):
                 return  # which ones are the best cannot be known
-            losses = self._events.read_all().validations
-            kept = {at.step for at in judge((step for step, _ in complete[:-1]), losses)[:best]}
+            measured = self._events.read_all().measured(self._spec.checkpoints_best_by)
+            kept = {at.step for at in judge((step for step, _ in complete[:-1]), measured)[:best]}
         keep_newest(complete, self._spec.checkpoints_total_limit, kept)
 
     def _watch(self, pending: _Pending) -> None:

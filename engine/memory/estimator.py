@@ -13,6 +13,7 @@ from engine.memory.phases import (
     disk_of,
     host_of,
     latent_cache,
+    scoring,
     text_cache,
     text_lora_bytes,
 )
@@ -26,6 +27,7 @@ from engine.model.text_encoders import encoder_bytes
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.models.model_config import find_target
+from jobs.models.scorers import scorers_of
 from jobs.spec.keys.prompts import class_prompts
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.lora_conflicts import trains_text
@@ -97,6 +99,7 @@ class Estimator:
             strategy,
             sample=sample,
             decoding=self._decoding(spec, root) if sample is not None else 0,
+            scoring=self._scoring(spec),
             resident=_resident(spec, root, ranks),
             caching=self._caching(spec, trace.shape, root, ranks),
             overheads=self._overheads,
@@ -152,6 +155,12 @@ class Estimator:
         if root is None or shape is None:
             return 0
         size: int = self._once(("decoding", shape.key), lambda: decoding(spec, root))
+        return size
+
+    def _scoring(self, spec: JobSpec) -> int:
+        models = tuple(scorers_of(spec).items())
+        key = ("scoring", models, spec.device, len(spec.validation_prompts))
+        size: int = self._once(key, lambda: scoring(spec)) if models else 0
         return size
 
     def _once(self, key: Hashable, make: Any) -> Any:

@@ -21,9 +21,12 @@ from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from engine.model.sharded_encoder import is_quantised
 from engine.model.text_encoders import encoder_bytes, encoder_names, kept_bytes
+from engine.sample.scores import BATCH, ScoringModel, scoring_dtype
 from jobs.errors import UserError
 from jobs.memory.host_memory import STATE_BYTES, host_bytes
 from jobs.memory.predicted import Parts, Phase
+from jobs.models.find_model import find_model
+from jobs.models.scorers import CLIP, scorers_of
 from jobs.run.rundir import read_json
 from jobs.spec.families import sees_images
 from jobs.spec.rules.averages import SCHEDULE_FREE, has_average
@@ -262,6 +265,36 @@ def decoding(spec: JobSpec, root: Path) -> int:
     return sum(taken) if taken else 0
 
 
+def scoring(spec: JobSpec) -> int:
+    """Return the bytes of the largest model that scores samples, and of a batch in it; 0: unknown.
+
+    The models are in memory one after the other.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    device = torch.device("cpu" if spec.device == "cpu" else "cuda")
+    dtype, most = scoring_dtype(device), 0
+    images = len(spec.validation_prompts) if spec.validation_scores == ["clip_t"] else BATCH
+    for key, name in scorers_of(spec).items():
+        try:
+            root = find_model(name)
+            config = AutoConfig.from_pretrained(root, local_files_only=True)
+            cut = (read_json(root / "preprocessor_config.json") or {})["crop_size"]
+            side = cut if isinstance(cut, int) else cut["height"]  # older files have a number
+            shape = (min(images, BATCH), 3, side, side)
+            with parameters_on_meta():
+                model = AutoModel.from_config(config, dtype=dtype).eval()
+            with ExitStack() as stack, torch.no_grad():
+                live, weights = _live(stack, model, on_cuda=device.type == "cuda")
+                pixels = torch.empty(shape, dtype=dtype)
+                live.reset()
+                ScoringModel(model, None, key == CLIP or None).embed(pixels)
+        except Exception:  # not on this machine, or an unsupported model: skip it
+            continue
+        most = max(most, _bytes_of(weights) + live.most)
+    return most
+
+
 def autoencoder_bytes(root: Path) -> int:
     """Return the size of the autoencoder's files, its host memory within a factor of two."""
     return sum(path.stat().st_size for path in (root / "vae").glob("*.safetensors"))
@@ -284,18 +317,30 @@ def _autoencoder(
         with parameters_on_meta():
             vae = vae_class.from_config(config).eval()
         with ExitStack() as stack:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            weights = _on_fake(vae)
-            live = stack.enter_context(Live())
-            for tensor in weights:
-                live.ignore(tensor)
-            if spec.device != "cpu":
-                stack.enter_context(fakes.AsOnCuda())
+            live, weights = _live(stack, vae, on_cuda=spec.device != "cpu")
             stack.enter_context(torch.no_grad())
             most = _run(live, family, vae, torch.empty(shape), decodes=decodes)
     except Exception:  # an unsupported autoencoder: skip this phase
         return None
-    return sum(rounded(weight.untyped_storage().nbytes()) for weight in weights), most
+    return _bytes_of(weights), most
+
+
+def _live(
+    stack: ExitStack, model: torch.nn.Module, *, on_cuda: bool
+) -> tuple[Live, list[torch.Tensor]]:
+    """Count what a model on meta takes on fake tensors from now on; return its weights, too."""
+    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    weights = _on_fake(model)
+    live = stack.enter_context(Live())
+    for tensor in weights:
+        live.ignore(tensor)
+    if on_cuda:
+        stack.enter_context(fakes.AsOnCuda())
+    return live, weights
+
+
+def _bytes_of(weights: list[torch.Tensor]) -> int:
+    return sum(rounded(weight.untyped_storage().nbytes()) for weight in weights)
 
 
 def _run(live: Live, family: Any, vae: Any, pixels: torch.Tensor, *, decodes: bool) -> int:

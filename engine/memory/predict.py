@@ -221,6 +221,7 @@ def predict(
     *,
     sample: Trace | None = None,
     decoding: int = 0,
+    scoring: int = 0,
     resident: int = 0,
     caching: Sequence[Phase] = (),
     overheads: Overheads = OVERHEADS,
@@ -234,6 +235,7 @@ def predict(
         strategy: single, ddp, hsdp or fsdp2.
         sample: Trace of the forward for its samples, if it makes any.
         decoding: Bytes for decoding a sample, while no weights are gathered; 0 if unknown.
+        scoring: Bytes of the models that score samples, while no weights are gathered.
         resident: Bytes of other models that stay on the device during training.
         caching: Phases before training, which need no trace.
         overheads: Memory on top of tensors.
@@ -291,6 +293,8 @@ def predict(
         phases["sample"] = Phase(
             "sample", decoded if later else parts, "decoding" if later else "denoising"
         )
+    if scoring:
+        phases["score"] = Phase("score", replace(base, workspace=scoring))
     phases |= {phase.name: phase for phase in caching}
     peak = max(phase.peak for phase in phases.values())
     numbers = sum(parameter.numel for parameter in trained)

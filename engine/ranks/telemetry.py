@@ -189,7 +189,7 @@ _STATUS_EVERY: Final = 1.0  # seconds
 _REPLACED: Final = 1  # exit status
 _OF_A_RANK: Final = "rank-"  # begins the name of what a rank leaves for rank 0
 # Phases whose peak memory is recorded. The others hold nothing, or contain other phases.
-_MEASURED: Final = ("encode", "latents", "load", "sample", "copy", "save", "export")
+_MEASURED: Final = ("encode", "latents", "load", "sample", "score", "copy", "save", "export")
 
 
 class Telemetry:

@@ -10,10 +10,11 @@ import traceback
 import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, get_args
 
 from engine.tracking.client import TAKES_BACK, open_client
 from jobs.machine.procfs import started_at
+from jobs.run.judging import Score
 from jobs.run.rundir import read_json, write_atomic
 from jobs.run.samples import Samples
 from jobs.spec.file.load import load_spec
@@ -61,6 +62,12 @@ def validation_values(event: dict[str, Any]) -> dict[str, float]:
     for level, loss in event.get("levels") or ():
         losses[f"validation/loss_at_{level:.3f}"] = loss
     return {name: loss for name, loss in losses.items() if _is_number(loss)}
+
+
+def score_values(event: dict[str, Any]) -> dict[str, float]:
+    """Return the scores of a step's samples."""
+    scores = {f"validation/{name}": event.get(name) for name in get_args(Score)}
+    return {name: score for name, score in scores.items() if _is_number(score)}
 
 
 def memory_values(ranks: Iterable[RankStatus]) -> dict[str, float]:
@@ -202,6 +209,8 @@ class Follower:
                 return [step]
             case "validation" if self._is_new(kind, step):
                 self._log(validation_values(event), step)
+            case "scores" if self._is_new(kind, step):
+                self._log(score_values(event), step)
             case "sample" if self._is_new(kind, step):
                 self._log_samples(step)
             case "end":

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from engine.model.adapters.training_adapter import without_training_adapter
 from engine.parallel.replica_check import check_replicas
 from engine.sample.sampler import Sampler
+from engine.sample.scores import Scorer
 from engine.train.nonfinite import listed
 from engine.train.validation_loss import ValidationLoss
 from jobs.run.events import Memory, Sample, Step, Validation
+from jobs.run.judging import TITLES
 from jobs.spec.rules.steps import Rhythm, steps_of
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from engine.run_context import RunContext
     from engine.train.optimizer_step import Stepper, StepResult
     from engine.train.train_state import TrainState
+    from jobs.run.events import Scores
 
 _COLLECT_EVERY: Final = 50  # steps
 _REPLICAS_EVERY: Final = 200  # steps between comparisons of replicated parameters
@@ -43,6 +47,12 @@ class Trainer:
     data: Prepared
     peaks: Peaks
     saver: Saver
+    _sampled: Sample | None = None
+    _scorer: Scorer = field(init=False)
+    _scorings: int = 0
+
+    def __post_init__(self) -> None:
+        self._scorer = Scorer(self.run, self.data)
 
     def train(self) -> str:
         """Train until the last step or a stop request; the checkpoint is written either way.
@@ -141,6 +151,8 @@ class Trainer:
                 self.validate()
             elif what == "sample":
                 self.sample()
+            elif what == "score":
+                self.score()
 
     def save(self, *, last: bool = False) -> None:
         """Write a checkpoint; a collective.
@@ -162,13 +174,36 @@ class Trainer:
         with self.training.averaged(), without_training_adapter(self.training.model):
             files = sampler.sample(self.training.model, target, step)
         gc.collect(1)  # pipelines hold themselves, and the device's memory with them
-        self.run.telemetry.emit(Sample(step, str(target), files))
+        self._sampled = Sample(step, str(target), files)
+        self.run.telemetry.emit(self._sampled)
 
     def sample_now(self) -> None:
-        """Sample on request; warn if there are no prompts. A collective."""
+        """Sample and score on request; warn if there are no prompts. A collective."""
         if not self.run.spec.validation_prompts:
             self.run.telemetry.warn("nothing to sample: the job has no validation_prompts")
         self.sample()
+        self.score()
+
+    def score(self) -> None:
+        """Score the newest samples on rank 0, if the job asks for it.
+
+        The others wait for it through files: loading a model may take longer than a collective
+        waits.
+        """
+        spec, sampled, world = self.run.spec, self._sampled, self.run.world
+        if not spec.validation_scores or sampled is None:
+            return
+        self._scorings += 1
+        place = f"scored-{self._scorings}"
+        with self.run.telemetry.phase("score"):
+            if world.main:
+                scores = self._scorer.score(sampled.step, Path(sampled.directory), sampled.files)
+                if scores is not None:
+                    self.run.telemetry.emit(scores)
+                    self.run.telemetry.say(scores_line(scores))
+            gc.collect(1)  # models may hold themselves, too
+            self.run.barrier.arrive(place)
+            self.run.barrier.wait(place, waiting=self.run.telemetry.moved)
 
     def validate(self) -> None:
         """Measure the validation loss, if there are held-out samples; a collective."""
@@ -209,6 +244,13 @@ class Trainer:
                 peaks={name: [rank.get(name) for rank in everyone] for name in mine},
             )
         )
+
+
+def scores_line(scores: Scores) -> str:
+    """Format scores for the log."""
+    each = "  ".join(f"{TITLES[name]} {value:.4f}" for name, value in scores.values().items())
+    images = f"{scores.references} held-out images, " if scores.references else ""
+    return f"step {scores.step}  {each}  {scores.samples} samples, {images}{scores.seconds:.2f} s"
 
 
 def step_line(result: StepResult, steps: int) -> str:

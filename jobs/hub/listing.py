@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Final, get_args
 from jobs.hub.trouble import HubError, explain
 from jobs.models.find_model import find_index
 from jobs.models.model_files import variant_of
+from jobs.models.scorers import is_scorer
 from jobs.paths import nearest
+from jobs.run.rundir import read_json
 from jobs.spec.values.dataset_files import (
     CAPTION_SUFFIXES,
     METADATA,
@@ -163,7 +165,8 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
             api.auth_check(name.repo, repo_type=name.kind)
     except Exception as error:  # from the network, the server or the library
         raise explain(error, name) from error
-    if not any("/" in path or name.kind == "dataset" for path in chosen):
+    whole = name.kind == "dataset" or _scores(name, sizes, commit, scratch)
+    if not chosen or not (whole or any("/" in path for path in chosen)):
         what = "model in the layout of diffusers" if name.kind == "model" else "images or tables"
         raise HubError(f"{name.repo} has no {what}")
     files = {path: sizes[path] for path in chosen}
@@ -175,6 +178,16 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
         )
     ]
     return Listing(commit, files, sum(files[path] for path in missing))
+
+
+def _scores(name: HubName, sizes: Mapping[str, int], commit: str, scratch: str | None) -> bool:
+    """Return whether a repository without a pipeline is a model that scores samples."""
+    from huggingface_hub import hf_hub_download
+
+    if set(INDEXES) & set(sizes) or "config.json" not in sizes:
+        return False
+    config = hf_hub_download(name.repo, "config.json", revision=commit, cache_dir=scratch)
+    return is_scorer(read_json(Path(config)))
 
 
 def check_room(listing: Listing, name: HubName) -> None:

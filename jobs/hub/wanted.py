@@ -9,6 +9,7 @@ from jobs.errors import UserError
 from jobs.hub import fetches
 from jobs.machine.engine_tools import ToolError
 from jobs.models.find_model import find_index
+from jobs.models.scorers import is_scorer, missing_of, scorers_of
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.values.hub_names import HubName, is_offline
@@ -20,15 +21,16 @@ if TYPE_CHECKING:
 
     from jobs.queue.job import Job
     from jobs.run.rundir import RunDir
-    from jobs.spec.job_spec import InputKeys
+    from jobs.spec.job_spec import DataPlanKeys
 
 _WHAT: Final = {"model": "its model", "dataset": "its dataset"}
 
 
-def names_in(spec: InputKeys) -> list[HubName]:
-    """Return the model and the datasets that must be hub names, because no such path exists."""
+def names_in(spec: DataPlanKeys) -> list[HubName]:
+    """Return the models and the datasets that must be hub names, because no such path exists."""
     paths = [entry.path for entry in spec.datasets] if spec.datasets else [spec.dataset]
-    texts = [("model", spec.pretrained_model_name_or_path), *(("dataset", path) for path in paths)]
+    models = [spec.pretrained_model_name_or_path, *scorers_of(spec).values()]
+    texts = [*(("model", path) for path in models), *(("dataset", path) for path in paths)]
     names = [
         name
         for kind, text in texts
@@ -37,7 +39,7 @@ def names_in(spec: InputKeys) -> list[HubName]:
     return list(dict.fromkeys(names))
 
 
-def find_missing(spec: InputKeys) -> list[HubName]:
+def find_missing(spec: DataPlanKeys) -> list[HubName]:
     """Return the names that are not cached, or not completely as far as can be checked offline."""
     return [name for name in names_in(spec) if not _is_complete(name)]
 
@@ -48,6 +50,8 @@ def _is_complete(name: HubName) -> bool:
         return False
     if name.kind == "dataset":
         return True
+    if is_scorer(read_json(root / "config.json")):
+        return not missing_of(root)
     index = find_index(root) or {}
     parts = [part for part, entry in index.items() if isinstance(entry, list) and all(entry)]
     return bool(index) and all((root / part).is_dir() for part in parts)

@@ -24,6 +24,7 @@ MEASURED_AS: Final = {
     "backward": "backward",
     "optimizer": "step",
     "sample": "sample",
+    "score": "score",
     "save": "save",
 }
 
@@ -37,6 +38,7 @@ TITLES: Final = {
     "backward": "backward",
     "optimizer": "optimizer step",
     "sample": "sampling",
+    "score": "scoring samples",
     "save": "saving",
 }
 

@@ -18,6 +18,7 @@ from jobs.memory.host_memory import check_host_memory
 from jobs.models.blocks import detect_blocks
 from jobs.models.find_model import find_lora
 from jobs.models.model_files import check_model
+from jobs.models.scorers import check_scorers
 from jobs.paths import cache_home, exists, expand, refuse_unwritable
 from jobs.preflight.data import check_dataset
 from jobs.spec.families import get_family
@@ -191,10 +192,11 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> None:
     """
     # imported here to avoid an import cycle
 
-    if not any(name.kind == "model" for name in absent):
+    if spec.pretrained_model_name_or_path not in map(str, absent):
         check_model(spec, settings=True)
         check_block_names(spec)
         check_wrap_policy(spec)
+    check_scorers(spec, [str(name) for name in absent])
     if not any(name.kind == "dataset" for name in absent):
         check_dataset(spec)
     refuse_unwritable(cache_of(spec))

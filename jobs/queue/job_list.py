@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 from jobs.queue.eta import Costs, Counted, habits_of, phases_of, time_left
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
+from jobs.run.judging import UNMEASURED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from jobs.queue.store import Job, Store
-
-    Losses = Sequence[tuple[int, float]]
+    from jobs.run.judging import Measurements
 
 
 class JobList:
@@ -180,23 +180,23 @@ def kept_progress(store: Store) -> dict[int, tuple[float | None, Progress]]:
     return by_job
 
 
-def losses_of(store: Store, jobs: Sequence[Job]) -> dict[int, Losses]:
-    """Return step and validation loss of all that these jobs have measured, by job.
+def measured_of(store: Store, jobs: Sequence[Job]) -> dict[int, Measurements]:
+    """Return what the checkpoints of these jobs are judged by, by job.
 
     Of an ended job they are kept in the database.
     """
     with store.connect() as db:
         query = "SELECT job, ended, report FROM summaries WHERE report != ''"
         kept = {row["job"]: (row["ended"], row["report"]) for row in db.execute(query)}
-    by_job: dict[int, Losses] = {}
+    by_job: dict[int, Measurements] = {}
     for job in jobs:
         ended, text = kept.get(job.id, (None, ""))
         if job.state is State.QUEUED and job.attempt == 0 and job.started is None:
-            by_job[job.id] = ()
+            by_job[job.id] = UNMEASURED
         elif job.state.ended and text and ended == job.ended:
-            by_job[job.id] = tuple(ReportLog.begin(job.run_dir, text).validations)
+            by_job[job.id] = ReportLog.begin(job.run_dir, text).measured()
         else:
-            by_job[job.id] = report_of(store, job).losses
+            by_job[job.id] = report_of(store, job).measured
     return by_job
 
 

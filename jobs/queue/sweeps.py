@@ -1,12 +1,12 @@
-"""Jobs that belong together: what the jobs of a sweep differ in, and which is the best."""
+"""Jobs that belong together: what the jobs of a sweep differ in."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
+from jobs.run.judging import LOSS, winner
 from jobs.spec.families import compares_losses
 from jobs.spec.file.diff import differences
 from jobs.spec.file.load import load_spec
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from jobs.queue.job import Job
-    from jobs.queue.job_list import Losses
+    from jobs.run.judging import Measurements
     from jobs.spec.job_spec import JobSpec
 
     Values = dict[str, Any]
@@ -147,25 +147,19 @@ def _differing(specs: Mapping[int, JobSpec]) -> dict[int, Values]:
     return by_job
 
 
-def lowest(losses: Losses) -> tuple[int, float] | None:
-    """Return step and value of the lowest validation loss; None if nothing was measured."""
-    finite = ((loss, step) for step, loss in losses if math.isfinite(loss))
-    low = min(finite, default=None)
-    return (low[1], low[0]) if low is not None else None
-
-
-def winner(
-    lows: Mapping[int, tuple[int, float] | None], differ: Mapping[int, Mapping[str, Any]]
+def best_job(
+    measured: Mapping[int, Measurements], differ: Mapping[int, Mapping[str, Any]]
 ) -> int | None:
-    """Return the job with the lowest validation loss; None if none has one.
+    """Return the best job by what its checkpoints are judged by; None if nothing was measured.
 
-    Of jobs for different noise levels, none is the best: the levels decide the loss.
+    Of losses of jobs for different noise levels, none is the best: the levels decide the loss.
 
     Args:
-        lows: Job → step and value of its lowest loss.
+        measured: Job → its measurements.
         differ: Job → its values of the keys in which the jobs differ.
     """
-    if not compares_losses(values.get("model_flavour") for values in differ.values()):
+    by_loss = any(one.by == LOSS for one in measured.values() if one)
+    flavours = (values.get("model_flavour") for values in differ.values())
+    if by_loss and not compares_losses(flavours):
         return None
-    measured = [(low[1], job) for job, low in lows.items() if low is not None]
-    return min(measured)[1] if measured else None
+    return winner(measured)

@@ -7,23 +7,22 @@ file with its size and SHA-256. Nothing here needs torch; `engine.checkpoint` wr
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import shutil
 import stat
 import uuid
-from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs.errors import NotFoundError, UserError
 from jobs.run.disk_space import directory_size
+from jobs.run.judging import LOSS, UNMEASURED, Judged, Measurements, judge
 from jobs.run.rundir import MANIFEST, read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from jobs.run.rundir import RunDir
@@ -156,59 +155,12 @@ def find_checkpoint(run_dir: RunDir, step: int | None, whose: str) -> Checkpoint
     )
 
 
-class Judged(NamedTuple):
-    """A checkpoint, by the validation loss.
-
-    Attributes:
-        loss: The newest one measured at its step or before.
-        apart: Steps from that measurement to the checkpoint.
-        step: Of the checkpoint.
-    """
-
-    loss: float
-    apart: int
-    step: int
-
-    def __str__(self) -> str:
-        """Return the step, its validation loss, and where that was measured."""
-        at = f", measured at step {self.measured}" if self.apart else ""
-        return f"step {self.step}: validation loss {self.loss:.5g}{at}"
-
-    @property
-    def measured(self) -> int:
-        """Return the step at which its loss was measured."""
-        return self.step - self.apart
-
-    def to_dict(self) -> dict[str, Any]:
-        """For scripts."""
-        return {"step": self.step, "loss": self.loss, "loss_step": self.measured}
-
-
-def judge(steps: Iterable[int], losses: Sequence[tuple[int, float]]) -> list[Judged]:
-    """Order checkpoints by their validation loss, the best one first. Pure.
-
-    Of equal ones the one nearest to the measurement comes first, which is the one that was
-    measured. Those saved before the first measurement, and those whose loss is not finite, are
-    skipped.
-
-    Args:
-        steps: Of the checkpoints.
-        losses: Step and validation loss, by step.
-    """
-    judged = []
-    for step in steps:
-        at = bisect_right(losses, step, key=lambda measured: measured[0]) - 1
-        if at >= 0 and math.isfinite(losses[at][1]):
-            judged.append(Judged(losses[at][1], step - losses[at][0], step))
-    return sorted(judged)
-
-
-def find_best(run_dir: RunDir, losses: Sequence[tuple[int, float]], whose: str) -> Judged:
+def find_best(run_dir: RunDir, measured: Measurements, whose: str) -> Judged:
     """Find the best checkpoint of a run whose file sizes are right.
 
     Args:
         run_dir: The run.
-        losses: Step and validation loss, by step.
+        measured: What its checkpoints are judged by.
         whose: The run, in words, for what is raised.
 
     Raises:
@@ -217,19 +169,22 @@ def find_best(run_dir: RunDir, losses: Sequence[tuple[int, float]], whose: str) 
     saved = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run_dir)}
     if not saved:
         raise NotFoundError(f"{whose} has no checkpoint")
-    if not losses:
+    by_loss = measured.by == LOSS
+    if not measured:
         raise NotFoundError(
-            f"{whose} has no validation loss, so none of its checkpoints is the best",
+            f"{whose} has no {measured.title}, so none of its checkpoints is the best",
             "set validation_fraction to hold data out (0.05 is a twentieth) and "
-            "validation_loss_steps to measure it",
+            "validation_loss_steps to measure it"
+            if by_loss
+            else "it is measured where samples are made, after every validation_steps steps",
         )
-    for judged in judge(saved, losses):
+    for judged in judge(saved, measured):
         if find_damage(saved[judged.step].path, contents=False) is None:
             return judged
     raise NotFoundError(
-        f"{whose} has no intact checkpoint of step {losses[0][0]}, where its validation loss was "
-        "first measured, or later",
-        "lower validation_loss_steps to measure it earlier",
+        f"{whose} has no intact checkpoint of step {measured.values[0][0]}, where its "
+        f"{measured.title} was first measured, or later",
+        f"lower {'validation_loss_steps' if by_loss else 'validation_steps'} to measure it earlier",
     )
 
 
@@ -434,9 +389,10 @@ class Listed:
         set_aside: Why no run takes it: "rewound" or "damaged".
         verified: Whether every byte was read and matches its checksum.
         next: Whether a run that is resumed continues from it.
-        loss: The validation loss at its step, or the newest one before.
-        loss_step: The step at which that was measured.
-        best: Whether no other one of the run has a lower one.
+        value: What it is judged by (`by`), at its step or the newest one before.
+        value_step: The step at which that was measured.
+        by: The criterion: its validation loss, or a score of its samples.
+        best: Whether no other one of the run has a better one.
     """
 
     name: str
@@ -452,8 +408,9 @@ class Listed:
     verified: bool = False
     next: bool = False
     readable: bool = True
-    loss: float | None = None
-    loss_step: int | None = None
+    value: float | None = None
+    value_step: int | None = None
+    by: str = LOSS
     best: bool = False
 
     @property
@@ -470,16 +427,19 @@ class Listed:
     def to_dict(self) -> dict[str, Any]:
         """For scripts; `health` says whether it is readable."""
         facts = asdict(self) | {"path": str(self.path), "health": self.health}
-        del facts["readable"]
-        return facts
+        own = [facts.pop(name) for name in ("value", "value_step", "by", "readable")]
+        facts |= dict.fromkeys(("loss", "loss_step"))
+        if self.by == LOSS:
+            return facts | {"loss": own[0], "loss_step": own[1]}
+        return facts | {"score": own[0], "score_step": own[1], "by": self.by}
 
 
-def list_all(run_dir: RunDir, losses: Sequence[tuple[int, float]] = ()) -> list[Listed]:
+def list_all(run_dir: RunDir, measured: Measurements = UNMEASURED) -> list[Listed]:
     """Every checkpoint of a run, oldest first; names and sizes of files are compared.
 
     Args:
         run_dir: The run.
-        losses: Step and validation loss, by step, to say which one is the best.
+        measured: What says which one is the best.
     """
     checkpoints = []
     for path in run_dir.checkpoints.glob("step-*"):
@@ -502,12 +462,13 @@ def list_all(run_dir: RunDir, losses: Sequence[tuple[int, float]] = ()) -> list[
     for number in whole[-1:]:
         checkpoints[number] = replace(checkpoints[number], next=True)
     numbers = {checkpoints[number].step: number for number in whole}
-    for place, judged in enumerate(judge(numbers, losses)):
+    for place, judged in enumerate(judge(numbers, measured)):
         number = numbers[judged.step]
         checkpoints[number] = replace(
             checkpoints[number],
-            loss=judged.loss,
-            loss_step=judged.measured,
+            value=judged.value,
+            value_step=judged.measured,
+            by=judged.by,
             best=place == 0,
         )
     return checkpoints

@@ -9,25 +9,22 @@ import re
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from jobs.run.events import (
     Checkpoint,
     End,
-    Event,
-    Export,
-    Failed,
     Memory,
     PhaseEvent,
     Sample,
+    Scores,
     Sharding,
     Start,
     Step,
     Validation,
     Warned,
 )
-from jobs.run.rundir import PHASES
-from jobs.units import size
+from jobs.run.judging import LOSS, UNMEASURED, Measurements
 from jobs.untrusted.text import harmless_value
 
 if TYPE_CHECKING:
@@ -83,7 +80,7 @@ class EventLog:
     """The events so far. `poll` reads only what was appended since the last call.
 
     After a resume from an earlier checkpoint the steps since then are repeated. Those of the later
-    attempt replace them, also in `validations` (step and loss).
+    attempt replace them, also in `validations` (step and loss) and `scores` (step and scores).
 
     Lines that `passed_over` matches are read but not decoded.
 
@@ -98,6 +95,7 @@ class EventLog:
     checkpoints: list[int] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     validations: list[tuple[int, float]] = field(default_factory=list)
+    scores: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
     passed_over: re.Pattern[bytes] | None = None
@@ -151,6 +149,14 @@ class EventLog:
     def last(self) -> Step | None:
         return self.steps[-1] if self.steps else None
 
+    def measured(self, by: str = "") -> Measurements:
+        """Return what the run's checkpoints are judged by, or the measurements of a criterion."""
+        by = by or Start.read(self.notes.get(Start.kind, {})).best_by
+        if by == LOSS:
+            return Measurements(tuple(self.validations))
+        values = ((step, scores[by]) for step, scores in self.scores if by in scores)
+        return Measurements(tuple(values), by)
+
     def seconds_per_step(self, window: int = _PACE_WINDOW) -> float | None:
         """Return the median wall time of the latest steps; None if there are none."""
         recent = sorted(s.seconds for s in self.steps[-window:] if s.seconds is not None)
@@ -196,6 +202,7 @@ class EventLog:
                     self._step_to_step.clear()
                     self._first_step = None
                     self.validations = [v for v in self.validations if v[0] <= resumed]
+                    self.scores = [s for s in self.scores if s[0] <= resumed]
                 case End.kind:
                     self.end_reason = End.read(event).reason
                     self.phase = None
@@ -206,7 +213,11 @@ class EventLog:
                 case Sample.kind:
                     self.samples.append(event)
                 case Validation.kind:
-                    self._take_validation(Validation.read(event))
+                    measured = Validation.read(event)
+                    _put(self.validations, measured.step, measured.loss)
+                case Scores.kind:
+                    scored = Scores.read(event)
+                    _put(self.scores, scored.step, scored.values())
                 case Warned.kind:
                     self.warnings.append(Warned.read(event).message)
                 case str() as kind:
@@ -239,11 +250,6 @@ class EventLog:
             self.steps.pop()
         self.steps.append(step)
         self.phase = None
-
-    def _take_validation(self, measured: Validation) -> None:
-        while self.validations and self.validations[-1][0] >= measured.step:
-            self.validations.pop()
-        self.validations.append((measured.step, measured.loss))
 
     def _take_phase(self, event: PhaseEvent) -> None:
         before = self.phase
@@ -326,7 +332,8 @@ class RunReport:
         measure: What `peaks` counts: `allocated` on GPUs, `rss` on CPU ranks.
         peaks: Phase → peak bytes of each rank.
         validations: Step and loss of the newest validations, oldest first.
-        losses: Step and loss of all validations.
+        scores: Step and scores of the newest samples that were scored, oldest first.
+        measured: All that its checkpoints are judged by.
         warnings: The run's warnings, only the newest if there are many.
     """
 
@@ -338,7 +345,8 @@ class RunReport:
     measure: str = ""
     peaks: dict[str, list[int]] = field(default_factory=dict)
     validations: tuple[tuple[int, float], ...] = ()
-    losses: tuple[tuple[int, float], ...] = ()
+    scores: tuple[tuple[int, dict[str, float]], ...] = ()
+    measured: Measurements = UNMEASURED
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -354,16 +362,27 @@ class RunReport:
             measure=memory.measure,
             peaks=_complete_phases(memory.peaks),
             validations=tuple(log.validations[-_NEWEST:]),
-            losses=tuple(log.validations),
+            scores=tuple(log.scores[-_NEWEST:]),
+            measured=log.measured(),
             warnings=tuple(log.warnings[-_MOST_WARNINGS:]),
         )
 
 
 _FRAME = ("t", "kind")  # fields of every event
-_NEWEST: Final = 5  # number of validation losses
+_NEWEST: Final = 5  # validation losses, and scores
 _MOST_WARNINGS: Final = 500
 _MOST_VALIDATIONS: Final = 5000  # some are dropped when a run resumes
-_REPORTED: Final = {event.kind for event in (Start, Sharding, Memory, Validation, Warned)}
+_REPORTED: Final = {event.kind for event in (Start, Sharding, Memory, Validation, Scores, Warned)}
+
+
+_V = TypeVar("_V")
+
+
+def _put(series: list[tuple[int, _V]], step: int, value: _V) -> None:
+    """Append a measurement; those of steps that are trained again are dropped."""
+    while series and series[-1][0] >= step:
+        series.pop()
+    series.append((step, value))
 
 
 class ReportLog(EventLog):
@@ -381,6 +400,7 @@ class ReportLog(EventLog):
                 run_dir.events,
                 notes={str(kind): dict(note) for kind, note in state["notes"].items()},
                 validations=[(int(step), float(loss)) for step, loss in state["validations"]],
+                scores=[(int(step), dict(scores)) for step, scores in state["scores"]],
                 warnings=[str(text) for text in state["warnings"]],
                 passed_over=STEP_LINE,
                 _offset=int(state["offset"]),
@@ -397,6 +417,7 @@ class ReportLog(EventLog):
                 "inode": self._inode,
                 "notes": self.notes,
                 "validations": self.validations,
+                "scores": self.scores,
                 "warnings": self.warnings,
             }
         )
@@ -411,6 +432,7 @@ class ReportLog(EventLog):
             return
         super()._consume(event)
         del self.warnings[:-_MOST_WARNINGS], self.validations[:-_MOST_VALIDATIONS]
+        del self.scores[:-_MOST_VALIDATIONS]
 
 
 def read_report(run_dir: RunDir) -> RunReport:
@@ -418,9 +440,9 @@ def read_report(run_dir: RunDir) -> RunReport:
     return RunReport.of(ReportLog.begin(run_dir).read_all())
 
 
-def read_losses(run_dir: RunDir) -> list[tuple[int, float]]:
-    """Return step and validation loss of all that a run has measured, by step."""
-    return ReportLog.begin(run_dir).read_all().validations
+def read_measured(run_dir: RunDir) -> Measurements:
+    """Return what a run's checkpoints are judged by."""
+    return ReportLog.begin(run_dir).read_all().measured()
 
 
 def _read(kind: type[_E], log: EventLog) -> _E:
@@ -438,144 +460,3 @@ def _complete_phases(peaks: dict[Any, Any]) -> dict[str, list[int]]:
         for name, numbers in peaks.items()
         if isinstance(numbers, list) and numbers and all(isinstance(n, int) for n in numbers)
     }
-
-
-# -- timeline -------------------------------------------------------------------------------
-# Events other than steps, described with their time.
-
-
-_MOST: Final = 4000  # a run of weeks has more, but nobody reads all of them
-_LEAST_SECONDS: Final = 1.0  # shorter phases are not shown
-_LAST: Final = 1e11  # Unix seconds of the year 5138; calendars cannot represent much later times
-_FIRST, _LAST_STAGE = "import", "train"
-_MOST_STAGES: Final = 40
-_UNLISTED_PHASES: Final = ("train",)  # phases that other moments describe
-
-
-class Stage(NamedTuple):
-    """A phase before the first step of the latest attempt.
-
-    Attributes:
-        name: A key of `jobs.run.rundir.PHASES`.
-        since: When it began, in Unix seconds.
-        seconds: Its duration; None while it is in progress.
-    """
-
-    name: str
-    since: float
-    seconds: float | None = None
-
-
-class Moment(NamedTuple):
-    """A described event.
-
-    Attributes:
-        t: Unix seconds.
-        kind: The event's kind, for example `checkpoint`.
-        words: The description.
-    """
-
-    t: float
-    kind: str
-    words: str
-
-
-@dataclass
-class Timeline(EventLog):
-    """The events of a run, plus descriptions of the newest ones."""
-
-    moments: deque[Moment] = field(default_factory=lambda: deque(maxlen=_MOST))
-    stages: list[Stage] = field(default_factory=list)
-
-    def _consume(self, event: dict[str, Any]) -> None:
-        super()._consume(event)
-        kind = event.get("kind")
-        if kind == Step.kind or not isinstance(kind, str):
-            return
-        if kind == PhaseEvent.kind:
-            self._take_stage(event)
-        try:
-            t = float(event["t"])
-            if 0 <= t < _LAST and (words := in_words(kind, event)):
-                self.moments.append(Moment(t, kind, words))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return  # written by another version
-
-    def _take_stage(self, event: dict[str, Any]) -> None:
-        try:
-            phase, t = PhaseEvent.read(event), float(event["t"])
-            name, state = phase.name, phase.state
-            if name == _FIRST and state == "begin":
-                self.stages.clear()  # another attempt
-            if self.stages and self.stages[-1].name == _LAST_STAGE:
-                return  # training has started
-            if state == "begin":
-                self.stages.append(Stage(name, t))
-            elif state == "end":
-                for at in range(len(self.stages) - 1, -1, -1):
-                    if self.stages[at].name == name:
-                        seconds = max(0.0, t - self.stages[at].since)
-                        self.stages[at] = self.stages[at]._replace(seconds=seconds)
-                        break
-            del self.stages[:-_MOST_STAGES]
-        except (KeyError, TypeError, ValueError, OverflowError):
-            return  # written by another version
-
-
-def in_words(kind: str, event: dict[str, Any]) -> str:
-    """Describe an event; return "" if it is not for users.
-
-    Raises:
-        KeyError, TypeError, ValueError: The event is malformed.
-    """
-    read = _READ.get(kind)
-    match read.read(event) if read is not None else None:
-        case Start(step=step, world_size=ranks):
-            place = f"after step {step}" if step else "from step 0"
-            return f"trains {place}" + (f" on {ranks} ranks" if ranks else "")
-        case PhaseEvent() as phase:
-            return _phase(phase)
-        case Checkpoint() as saved:
-            took = f", {saved.seconds:.1f} s" if saved.seconds is not None else ""
-            much = f" ({size(saved.bytes)}{took})" if saved.bytes is not None else ""
-            return f"saved step-{saved.step}{much}"
-        case Sample(step=step, files=files):
-            return f"sampled {len(files)} prompt{'s' * (len(files) != 1)} at step {step}"
-        case Validation(step=step, loss=loss):
-            return f"validation loss {loss:.5f} at step {step}"
-        case Warned(message=message):
-            return message
-        case Failed() as error:
-            return (
-                f"rank {error.rank}: {error.type} at step {error.step} during "
-                f"{error.phase}: {error.message}"
-            )
-        case Export(path=path):
-            return f"exported to {path}"
-        case End(reason=reason):
-            return f"the ranks ended: {reason}"
-    return ""
-
-
-_EVENTS: Final = (Start, PhaseEvent, Checkpoint, Sample, Validation, Warned, Failed, Export, End)
-_READ: Final[dict[str, type[Event]]] = {event.kind: event for event in _EVENTS}
-
-
-def _phase(event: PhaseEvent) -> str:
-    """Describe a finished phase that took long enough to mention."""
-    if event.state != "end" or event.name in _UNLISTED_PHASES:
-        return ""
-    seconds = event.seconds or 0.0
-    if seconds < _LEAST_SECONDS:
-        return ""
-    count = f" ({event.total})" if event.total else ""
-    return f"{PHASES.get(event.name, event.name)} took {_format_seconds(seconds)}{count}"
-
-
-def _format_seconds(seconds: float) -> str:
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{seconds:.1f} s"

@@ -75,7 +75,7 @@ class Start(Event):
     """Training begins after step `step`.
 
     `accumulation` is the number of forward passes of a rank per `global_batch` samples.
-    `base_matmul` is set for an fp8 base.
+    `base_matmul` is set for an fp8 base. `best_by` is what its checkpoints are judged by.
     """
 
     kind = "start"
@@ -92,6 +92,7 @@ class Start(Event):
     steps_per_epoch: float | None = None
     trained_parameters: int | None = None
     base_matmul: str | None = None
+    best_by: str = "validation_loss"
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,35 @@ class Validation(Event):
     levels: list[Any] = field(default_factory=list)
     samples: int | None = None
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Scores(Event):
+    """Mean cosine similarities of the samples of a step, each in [-1, 1]; None: not asked for.
+
+    Attributes:
+        clip_t: Of each sample and its prompt.
+        clip_i: Of each sample and each held-out image, in CLIP's space.
+        dino_i: The same in DINO's space.
+        samples: How many samples.
+        references: How many held-out images.
+        seconds: Wall time.
+    """
+
+    kind = "scores"
+
+    step: int
+    clip_t: float | None = None
+    clip_i: float | None = None
+    dino_i: float | None = None
+    samples: int | None = None
+    references: int | None = None
+    seconds: float | None = None
+
+    def values(self) -> dict[str, float]:
+        """Return the scores that were asked for, by name."""
+        named = {"clip_t": self.clip_t, "clip_i": self.clip_i, "dino_i": self.dino_i}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)

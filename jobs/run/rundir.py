@@ -42,6 +42,7 @@ PHASES: Final = {
     "resume": "reading the checkpoint",
     "train": "training",
     "sample": "sampling",
+    "score": "scoring the samples",
     "validate": "measuring the validation loss",
     "copy": "copying the checkpoint",
     "save": "saving",

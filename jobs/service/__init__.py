@@ -22,11 +22,12 @@ from jobs.hub.pushes import go_back, pushes_file
 from jobs.paths import ensure_private_dir
 from jobs.preflight.check_job import cache_of
 from jobs.queue.job import NewJob, Terms
-from jobs.queue.job_list import Progress, losses_of, progress, progress_of
+from jobs.queue.job_list import Progress, measured_of, progress, progress_of
 from jobs.queue.states import State
-from jobs.queue.sweeps import Groups, lowest, winner
+from jobs.queue.sweeps import Groups, best_job
 from jobs.run import checkpoint_files
-from jobs.run.checkpoint_files import find_listed, judge, list_all
+from jobs.run.checkpoint_files import find_listed, list_all
+from jobs.run.judging import LOSS, judge
 from jobs.run.rundir import write_atomic
 from jobs.service.outlook import Expected, Forecast
 from jobs.service.plan import plan_resume, plan_submit
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
 
     from jobs.machine.devices import Gpu
     from jobs.queue.job import Place
-    from jobs.queue.job_list import Losses
     from jobs.queue.store import Job, Store
     from jobs.queue.undo import Undo
-    from jobs.run.checkpoint_files import Judged, Listed
+    from jobs.run.checkpoint_files import Listed
+    from jobs.run.judging import Judged, Measurements
     from jobs.run.rundir import RunDir
     from jobs.service.plan import Plan
     from jobs.spec.job_spec import JobSpec
@@ -384,9 +385,9 @@ def as_dicts(
     active = [job for job in everyone if job.state.active]
     far = progress_of(store, {job.id: job for job in (*active, *jobs)}.values())
     expected = (forecast or Forecast()).look(store, everyone, far, present).jobs
-    losses = losses_of(store, jobs)
+    measured = measured_of(store, jobs)
     rows = [
-        _as_dict(job, far[job.id], losses[job.id], expected.get(job.id, Expected()), present)
+        _as_dict(job, far[job.id], measured[job.id], expected.get(job.id, Expected()), present)
         for job in jobs
     ]
     sweeps = store.sweeps()
@@ -401,8 +402,8 @@ def as_dicts(
 def sweep_dicts(store: Store, sweep: str, present: list[Gpu]) -> list[dict[str, Any]]:
     """Jobs of a sweep as scripts see them (`list --sweep`), in the order of their numbers.
 
-    Beside what `as_dicts` says, each has its `lowest` validation loss, and whether that is the
-    best of the sweep.
+    Beside what `as_dicts` says, each has its `lowest` validation loss, or the `highest` score that
+    its checkpoints are judged `by`, and whether that is the best of the sweep.
 
     Raises:
         NotFoundError: There is no such sweep.
@@ -417,13 +418,16 @@ def sweep_dicts(store: Store, sweep: str, present: list[Gpu]) -> list[dict[str, 
             f'there is no sweep "{sweep}"',
             f"there are {there}" if there else "`fsdp-tui submit --sweep KEY=A,B` queues one",
         )
-    losses = losses_of(store, jobs)
-    lows = {job.id: lowest(losses[job.id]) for job in jobs}
+    measured = measured_of(store, jobs)
     rows = as_dicts(store, jobs, present)
-    best = winner(lows, {row["id"]: row["differs"] for row in rows})
+    best = best_job(measured, {row["id"]: row["differs"] for row in rows})
     for row in rows:
-        low = lows[row["id"]]
-        row["lowest"] = {"step": low[0], "loss": low[1]} if low is not None else None
+        own = measured[row["id"]]
+        low = own.best()
+        what = "loss" if own.by == LOSS else "score"
+        row["lowest"] = row["highest"] = None
+        row[own.extreme] = {"step": low[0], what: low[1]} if low is not None else None
+        row["by"] = own.by
         row["best_of_sweep"] = row["id"] == best
     return rows
 
@@ -433,16 +437,17 @@ def as_dict(store: Store, job: Job, present: list[Gpu]) -> dict[str, Any]:
     return as_dicts(store, [job], present)[0]
 
 
-def best_of(job: Job, losses: Losses) -> Judged | None:
-    """Return the job's checkpoint of the lowest validation loss, if anything was measured."""
-    saved = job.run_dir.complete_checkpoints() if losses else []
-    return next(iter(judge((step for step, _ in saved), losses)), None)
+def best_of(job: Job, measured: Measurements) -> Judged | None:
+    """Return the job's best checkpoint, if what it is judged by was measured."""
+    saved = job.run_dir.complete_checkpoints() if measured else []
+    return next(iter(judge((step for step, _ in saved), measured)), None)
 
 
 def _as_dict(
-    job: Job, now: Progress, losses: Losses, expected: Expected, present: list[Gpu]
+    job: Job, now: Progress, measured: Measurements, expected: Expected, present: list[Gpu]
 ) -> dict[str, Any]:
-    best, newest = best_of(job, losses), losses[-1][1] if losses else math.nan
+    best, newest = best_of(job, measured), measured.values[-1][1] if measured else math.nan
+    by_loss = measured.by == LOSS
     return {
         "id": job.id,
         "name": job.name,
@@ -452,7 +457,8 @@ def _as_dict(
         "total_steps": job.total_steps or now.total_steps,
         # JSON has no infinity, and many parsers reject it
         "loss": now.loss if now.loss is not None and math.isfinite(now.loss) else None,
-        "validation_loss": newest if math.isfinite(newest) else None,
+        "validation_loss": newest if by_loss and math.isfinite(newest) else None,
+        "score": None if by_loss or not math.isfinite(newest) else {measured.by: newest},
         "best": best and best.to_dict(),
         "seconds_per_step": now.seconds_per_step,
         "eta": now.eta,

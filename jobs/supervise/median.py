@@ -1,10 +1,10 @@
 """Stop a job of a sweep that does worse than most: the median rule, on the files of the sweep.
 
-A job reports where its validation loss is measured, or every N steps where nothing is held out. At
-each report its best value so far is compared with the median of what the other jobs had at the same
-step, as Optuna's `MedianPruner` does; a study of that library would need its own storage beside the
-queue. Jobs of a sweep know each other by the `sweep` of their job files, so that this needs no
-database and works wherever a supervisor runs.
+A job reports whenever it measures what its checkpoints are judged by, or every N steps if it
+measures nothing. At each report its best value so far is compared with the median of what the other
+jobs had at the same step, as Optuna's `MedianPruner` does; a study of that library would need its
+own storage beside the queue. Jobs of a sweep know each other by the `sweep` of their job files, so
+that this needs no database and works wherever a supervisor runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Final
 
 from jobs.run.eventlog import STEP_LINE, EventLog
+from jobs.run.judging import LOSS, TITLES
 from jobs.run.rundir import RunDir, read_json, write_atomic
 from jobs.spec.families import compares_losses
 
@@ -70,18 +71,21 @@ class Reports:
 
     Args:
         run_dir: The job's.
-        every: Steps between two means of its training loss; 0: its validation losses.
+        every: Steps between two means of its training loss; 0: what checkpoints are judged by.
+        by: What that is. Reported is its cost, of which less is better.
     """
 
-    def __init__(self, run_dir: RunDir, every: int) -> None:
+    def __init__(self, run_dir: RunDir, every: int, by: str = LOSS) -> None:
         self._log = EventLog(run_dir.events, passed_over=None if every else STEP_LINE)
         self._every = every
+        self._by = by
         self._means: Values = []
 
     def read(self) -> Values:
         """Read on; return all reports so far, by step."""
         if not self._every:
-            return self._log.read_all().validations
+            measured = self._log.read_all().measured(self._by)
+            return [(step, measured.cost(value)) for step, value in measured.values]
         before = list(self._log.steps)
         while self._log.poll(_PIECE):
             steps = self._log.steps
@@ -114,6 +118,7 @@ class MedianRule:
         after: Steps before which nothing is judged.
         attempt: Where in the events it begins; tells one attempt from another.
         every: As of `Reports`.
+        by: As of `Reports`.
         decided: Why the job is to be stopped; "" if it is not.
     """
 
@@ -123,6 +128,7 @@ class MedianRule:
     after: int
     attempt: int
     every: int
+    by: str = LOSS
     decided: str = ""
     _judged: int = 0
     _looked: float = -math.inf
@@ -139,9 +145,11 @@ class MedianRule:
         if mark is not None and mark.get("attempt") != offset:
             return None
         after = spec.stop_worse_than_median_after
-        every = 0 if spec.validation_fraction else after
+        by = spec.checkpoints_best_by
+        every = 0 if spec.validation_fraction or by != LOSS else after
         decided = str(mark["reason"]) if mark is not None else ""
-        return cls(run_dir, spec.sweep, spec.model_flavour or "", after, offset, every, decided)
+        flavour = spec.model_flavour or ""
+        return cls(run_dir, spec.sweep, flavour, after, offset, every, by, decided)
 
     def look(self) -> str:
         """Judge what was reported since the last look; return why the job is to be stopped, or "".
@@ -163,10 +171,11 @@ class MedianRule:
         middle = worse_than(own, others)
         if middle is not None:
             best = min(filter(math.isfinite, own), default=math.nan)
-            what = "training loss" if self.every else "validation loss"
+            what = "training loss" if self.every else TITLES[self.by]
+            sign, side = (1, "above") if self.by == LOSS else (-1, "below")
             reason = (
-                f"best {what} {best:.4g} is above the median {middle:.4g} of {len(others)} others "
-                f"at step {step}"
+                f"best {what} {sign * best:.4g} is {side} the median {sign * middle:.4g} of "
+                f"{len(others)} others at step {step}"
             )
             facts = {"reason": reason, "attempt": self.attempt, "step": step}
             write_atomic(mark_of(self.run_dir), json.dumps(facts) + "\n", durable=True)
@@ -198,5 +207,5 @@ class MedianRule:
         return compares_losses({run_dir.job_value("model_flavour"), self.flavour})
 
     def _of(self, run_dir: RunDir) -> Values:
-        reports = self._reports.setdefault(run_dir.root, Reports(run_dir, self.every))
+        reports = self._reports.setdefault(run_dir.root, Reports(run_dir, self.every, self.by))
         return reports.read()

@@ -19,10 +19,11 @@ from jobs.models.model_config import find_target
 from jobs.preflight.check_job import check
 from jobs.queue.job_list import progress
 from jobs.run.checkpoint_files import list_all, verify
-from jobs.run.eventlog import EventLog, ReportLog, RunReport, Timeline, read_end
+from jobs.run.eventlog import EventLog, ReportLog, RunReport, read_end
 from jobs.run.hang import by_clock, find_hang
 from jobs.run.rundir import RunDir, event
 from jobs.run.samples import list_samples
+from jobs.run.timeline import Timeline
 from jobs.run.why_failed import find_wait, is_user_error, launcher_signal, rank_exits, why_failed
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec

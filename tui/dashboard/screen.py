@@ -426,9 +426,10 @@ class DashboardScreen(QueueControl):
             for each in self.snapshot.jobs
             if each.sweep == view.sweep and each.progress.step and each is not view
         ]
-        begun.sort(key=lambda each: (each.lowest is None, each.lowest or 0.0, each.job.id))
+        begun.sort(key=lambda each: (each.judged.lowest_cost(), each.job.id))
         if len(begun) >= MOST_RUNS:
-            best = f"the {MOST_RUNS - 1} with the lowest validation losses"
+            by = next((each.judged for each in begun if each.judged), view.judged)
+            best = f"the {MOST_RUNS - 1} with the {by.extreme} {by.title}"
             self.app.say(f"beside job {view.job.id}: {best} of {len(begun)} others")
         others = [each.job for each in begun[: MOST_RUNS - 1]]
         self.app.push_screen(PlotsScreen(self.store, view.job, others))

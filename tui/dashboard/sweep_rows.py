@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from jobs.queue.states import State
-from jobs.queue.sweeps import short_text, winner
+from jobs.queue.sweeps import best_job, short_text
 from jobs.spec.families import compares_losses
 from tui.text.format import (
     BEST,
@@ -56,9 +56,15 @@ def label_of(view: JobView) -> str:
 
 
 def best_of(views: Sequence[JobView]) -> int | None:
-    """Return the job with the lowest validation loss; None if none was measured."""
-    lows = {view.job.id: (0, view.lowest) for view in views if view.lowest is not None}
-    return winner(lows, {view.job.id: view.differs for view in views})
+    """Return the best job by what its checkpoints are judged by; None if nothing was measured."""
+    measured = {view.job.id: view.judged for view in views}
+    return best_job(measured, {view.job.id: view.differs for view in views})
+
+
+def value_of(view: JobView) -> str:
+    """Format the best of what a job's checkpoints are judged by."""
+    best = view.judged.best()
+    return number(best[1] if best else None)
 
 
 def shape_of(views: Sequence[JobView], width: int) -> Shape:
@@ -80,7 +86,7 @@ def heading_row(name: str, views: Sequence[JobView], shape: Shape, *, folded: bo
         words += [f"{count} {state}" for state, count in counts.items()]
         best = next((view for view in views if view.job.id == best_of(views)), None)
         if best is not None:
-            words.append(f"{BEST} {label_of(best)}  {number(best.lowest)}")
+            words.append(f"{BEST} {label_of(best)}  {value_of(best)}")
         before += 2 * (_LOSS + 1)
     elif keys := list(views[0].differs):
         words.append(", ".join(keys))
@@ -89,7 +95,8 @@ def heading_row(name: str, views: Sequence[JobView], shape: Shape, *, folded: bo
     text = left(" · ".join(words), max(0, before - len(head)))
     row: Row = (Span(head, "title"), Span(text, "dim"))
     if not folded:
-        row = (*row, Span(f" {right('loss', _LOSS)} {right('val', _LOSS)}", "dim"))
+        column = next((view.judged.column for view in views if view.judged), "val")
+        row = (*row, Span(f" {right('loss', _LOSS)} {right(column, _LOSS)}", "dim"))
     return row
 
 
@@ -114,7 +121,7 @@ def sweep_row(
     Args:
         view: The job.
         shape: The columns.
-        best: Whether it has the sweep's lowest validation loss.
+        best: Whether it is the best of the sweep.
         place: Its position in the queue, `2nd`.
         expected: When it starts and ends.
         elsewhere: A reason that is shown elsewhere.
@@ -128,7 +135,7 @@ def sweep_row(
         Span(" " + left(label_of(view), shape.label) + " ", "strong" if live or best else ""),
         *_middle(view, shape.middle, place, expected, elsewhere),
         Span(f" {right(number(view.progress.loss), _LOSS)}"),
-        Span(f" {right(number(view.lowest), _LOSS)}", "good" if best else ""),
+        Span(f" {right(value_of(view), _LOSS)}", "good" if best else ""),
         Span(f"  {glyph} ", role),
         Span(left(view.where, shape.where), "accent" if live else "dim"),
     )

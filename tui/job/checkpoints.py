@@ -19,7 +19,17 @@ from jobs.run.checkpoint_files import free_bytes, list_all, verify
 from jobs.run.eventlog import ReportLog
 from jobs.service.plan import plan_resume
 from tui.keys.key_table import Key, bindings_of, moving
-from tui.text.checkpoint_text import EMPTY, NEXT, about, age, marks, number, totals, yes_no
+from tui.text.checkpoint_text import (
+    EMPTY,
+    NEXT,
+    about,
+    age,
+    judged_column,
+    marks,
+    number,
+    totals,
+    yes_no,
+)
 from tui.text.format import BEST, MISSING, Row, Span, bar, cut, left, right, size
 from tui.text.format import number as format_loss
 from tui.widgets.bars import show
@@ -49,7 +59,7 @@ _MORE: Final[tuple[tuple[str, int, Callable[[Listed], str]], ...]] = (
     ("layout", 7, lambda checkpoint: checkpoint.layout or MISSING),
     ("ranks", 5, lambda checkpoint: number(checkpoint.world_size)),
     ("EMA", 3, lambda checkpoint: yes_no(checkpoint.ema)),
-    ("val", 8, lambda checkpoint: format_loss(checkpoint.loss)),
+    ("val", 8, lambda checkpoint: format_loss(checkpoint.value)),
     (
         "written",
         16,
@@ -72,17 +82,17 @@ def checkpoint_rows(listed: Sequence[Listed], width: int, now: float) -> list[Ro
         now: Unix seconds.
     """
     names = max(10, *(len(checkpoint.name) for checkpoint in listed))
-    validated = any(checkpoint.loss is not None for checkpoint in listed)
-    signs = len(NEXT) + len(BEST) * validated + 1
+    judged = judged_column(listed)
+    signs = len(NEXT) + len(BEST) * bool(judged) + 1
     room = width - signs - names - _AGE - _SIZE - 3 * len(_GAP)
     longest = max(len(checkpoint.health) for checkpoint in listed)
     needed = min(_MOST_HEALTH, max(_LEAST_HEALTH, longest))
-    more = [column for column in _MORE if column[0] != "val" or validated]
+    more = [column for column in _MORE if column[0] != "val" or judged]
     while more and room - sum(columns + len(_GAP) for _, columns, _ in more) < needed:
         more.pop()
     room -= sum(columns + len(_GAP) for _, columns, _ in more)
     heading = [left("checkpoint", names), right("age", _AGE), right("size", _SIZE)]
-    heading += [left(name, columns) for name, columns, _ in more]
+    heading += [left(judged[0] if name == "val" else name, columns) for name, columns, _ in more]
     rows: list[Row] = [(Span(" " * signs + _GAP.join([*heading, "health"]), "dim"),)]
     for checkpoint in listed:
         facts = [right(age(now - checkpoint.time), _AGE), right(size(checkpoint.bytes), _SIZE)]
@@ -274,8 +284,8 @@ class CheckpointsPane(Pane, can_focus=True):
             job = self.store.get(self.job.id)
             if not job.run_dir.root.is_dir():
                 raise NotFoundError(f"the run directory of the job is gone: {job.run_dir.root}")
-            losses = self._log.read_all().validations
-            listed, free = list_all(job.run_dir, losses), free_bytes(job.run_dir)
+            measured = self._log.read_all().measured()
+            listed, free = list_all(job.run_dir, measured), free_bytes(job.run_dir)
             self.post_message(self.Looked(job, listed, free))
         except UserError as error:
             self.post_message(self.Failed(str(error)))

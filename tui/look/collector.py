@@ -13,11 +13,12 @@ from jobs import service
 from jobs.errors import UserError
 from jobs.machine import devices
 from jobs.queue.job import Clocks
-from jobs.queue.job_list import JobList, losses_of, progress_of
+from jobs.queue.job_list import JobList, measured_of, progress_of
 from jobs.queue.states import State
-from jobs.queue.sweeps import Groups, lowest
+from jobs.queue.sweeps import Groups
 from jobs.queue.tables import trouble
 from jobs.run.eventlog import EventLog, RunReport
+from jobs.run.judging import UNMEASURED, Measurements
 from jobs.service.outlook import Forecast, Outlook
 from tui.look.snapshot import Curve, JobView, Snapshot, in_order, in_step
 from tui.text.format import ranges
@@ -114,7 +115,7 @@ class Collector:
         self._list = JobList(store)
         self._groups = Groups()
         self._differing: dict[int, dict[str, Any]] = {}  # of jobs in sweeps
-        self._lows: dict[int, float | None] = {}  # validation losses of ended jobs in sweeps
+        self._judged: dict[int, Measurements] = {}  # the best ones of ended jobs in sweeps
         self._clocks = Clocks()
         self._forecast, self._outlook = Forecast(), Outlook()
         self._listed: list[Job] | None = None  # in the store's order, and in display order
@@ -288,12 +289,12 @@ class Collector:
         job = view.job.id
         if job not in self._list.sweeps:
             return view
-        low = lowest(log.validations) if log is not None else None
+        judged = log.measured().only_best() if log is not None else UNMEASURED
         return replace(
             view,
             sweep=self._list.sweeps[job],
             differs=self._differing.get(job, {}),
-            lowest=low[1] if low is not None else self._lows.get(job),
+            judged=judged or self._judged.get(job, UNMEASURED),
         )
 
     def _follow(self, job: Job) -> EventLog:
@@ -335,13 +336,12 @@ class Collector:
             for job in new:
                 if job.id in progress:
                     self._ended[job.id] = job.ended, progress[job.id]
-                    self._lows.pop(job.id, None)
+                    self._judged.pop(job.id, None)
                     self._resting.pop(job.id, None)  # its view was made before this was read
 
             swept = [job for job in new if job.id in progress and job.id in self._list.sweeps]
-            for job_id, losses in losses_of(self.store, swept).items() if swept else ():
-                low = lowest(losses)
-                self._lows[job_id] = low[1] if low is not None else None
+            for job_id, measured in measured_of(self.store, swept).items() if swept else ():
+                self._judged[job_id] = measured.only_best()
 
     def _forget(self, jobs: Sequence[Job]) -> None:
         """Drop data of jobs that are gone or were not shown for long."""

@@ -15,9 +15,10 @@ from jobs.memory import calibration
 from jobs.queue.eta import Counted, habits_of
 from jobs.queue.job import Clocks
 from jobs.queue.states import State
-from jobs.run.eventlog import RunReport, Timeline
+from jobs.run.eventlog import RunReport
 from jobs.run.failure import read_failure
 from jobs.run.samples import Samples
+from jobs.run.timeline import Timeline
 from jobs.run.why_failed import diagnose
 from tui.look.snapshot import Curve, JobView, in_step
 
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
     from jobs.memory.predicted import Predicted
     from jobs.queue.store import Change, Job, Store
-    from jobs.run.eventlog import Moment, Stage
     from jobs.run.failure import Failure
     from jobs.run.samples import Sample
+    from jobs.run.timeline import Moment, Stage
 
 PERIOD: Final = 1.0  # seconds
 _POLL_BYTES: Final = 1 << 20  # bytes of events per poll, so that the screen's thread is not starved

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jobs.queue.states import State
+from jobs.run.judging import UNMEASURED, Measurements
 from jobs.run.rundir import PHASES
 from jobs.service import Progress
 from jobs.service.outlook import Outlook
@@ -32,7 +33,7 @@ class JobView:
 
     `strategy` says how its ranks share the work and `strategy_reason` why, once they have started.
     `sweep` is its sweep, `differs` its values of the keys in which the sweep's jobs differ, and
-    `lowest` its lowest validation loss; they are read only for jobs of a sweep.
+    `judged` the best of what its checkpoints are judged by; they are read only for jobs of a sweep.
     """
 
     job: Job
@@ -44,7 +45,7 @@ class JobView:
     strategy_reason: str = ""
     sweep: str = ""
     differs: Mapping[str, Any] = field(default_factory=dict)
-    lowest: float | None = None
+    judged: Measurements = UNMEASURED
 
     @property
     def total_steps(self) -> int | None:

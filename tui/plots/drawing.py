@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.errors import UserError
 from jobs.run.rundir import write_atomic
 from tui.plots.line_chart import Curve, View, ema, figure, gutter_of, smoothing_span
-from tui.plots.measures import BASE_LOSS, LOSS, MEASURES, VALIDATION, place, series_of
+from tui.plots.measures import COMMON, LOSS, MEASURES, VALIDATION, place, series_of
 from tui.text.format import Row, Span, cut, left, plain
 
 if TYPE_CHECKING:
@@ -250,17 +250,22 @@ def _held(choices: Choices, whole: tuple[float, float], first: float, size: floa
     return replace(choices, extent=(first, first + size))
 
 
-def usual_measures(values: Values) -> Sequence[Measure]:
-    """Return the measures that have a tab: few jobs have a loss to the base."""
-    rare = any(run.steps and run.steps[-1].base_loss is not None for run in values.runs)
-    return MEASURES if rare else [m for m in MEASURES if m is not BASE_LOSS]
+def tabs_of(values: Values, choices: Choices) -> list[Measure]:
+    """Return the measures that have a tab; few jobs have a loss to the base, or scores."""
+    runs = range(len(values.runs))
+    return [
+        measure
+        for number, measure in enumerate(MEASURES)
+        if number < COMMON
+        or choices.shown == (measure,)
+        or any(values.of(run, measure, choices.by_time).xs for run in runs)
+    ]
 
 
 def _tabs(values: Values, choices: Choices, width: int, *, numbered: bool) -> Row:
     """Return the measures and their keys, the current one in brackets."""
     tabs: list[Span] = []
-    usual = usual_measures(values)
-    titled = [m for m in MEASURES if m in usual or choices.shown == (m,)]
+    titled = tabs_of(values, choices)
     short = sum(len(measure.title) + 5 for measure in titled) + 8 > width
     names = {
         "learning rate": "lr",
@@ -273,7 +278,7 @@ def _tabs(values: Values, choices: Choices, width: int, *, numbered: bool) -> Ro
     for number, measure in enumerate(titled):
         title = f"{number + 1} " if numbered else ""
         title += names.get(measure.title, measure.title) if short else measure.title
-        here = not choices.everything and number == choices.measure
+        here = choices.shown == (measure,)
         tabs.append(
             Span(
                 f"[{title}]" if here else f" {title} ",

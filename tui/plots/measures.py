@@ -6,13 +6,14 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from threading import Event
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 from jobs.run.eventlog import EventLog
+from jobs.run.judging import TITLES, Score
 from tui.text.format import duration, number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from jobs.queue.store import Job
@@ -28,11 +29,18 @@ class Run:
     root: Path
     steps: Sequence[Step]
     validations: Sequence[tuple[int, float]] = ()
+    scores: Sequence[tuple[int, Mapping[str, float]]] = ()
 
     @property
     def begun(self) -> float:
         """Return when its first step ended, in Unix seconds."""
         return self.steps[0].t if self.steps else 0.0
+
+    def between_steps(self, name: str) -> Sequence[tuple[int, float]]:
+        """Return step and value of a measure that is not measured in steps."""
+        if name == VALIDATION.name:
+            return self.validations
+        return [(step, scores[name]) for step, scores in self.scores if name in scores]
 
     def time_of(self, step: int) -> float:
         """Return the seconds from the first step to this one."""
@@ -78,10 +86,12 @@ MEASURES: Final = (
         text=_gib,
     ),
     Measure("base_loss", "loss to the base", lambda step: step.base_loss),
+    *(Measure(name, TITLES[name], None, smooth=False) for name in get_args(Score)),
 )
 LOSS: Final = MEASURES[0]
-BASE_LOSS: Final = MEASURES[-1]
 VALIDATION: Final = MEASURES[5]
+COMMON: Final = 7
+"""How many measures have a tab even without values; few jobs have the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +124,9 @@ def series_of(run: Run, measure: Measure, *, by_time: bool) -> Series:
         by_time: Use seconds since the run's first step in place of steps.
     """
     if measure.value is None:
-        kept = [(step, loss) for step, loss in run.validations if math.isfinite(loss)]
-        steps, ys = [step for step, _ in kept], [loss for _, loss in kept]
+        measured = run.between_steps(measure.name)
+        kept = [(step, value) for step, value in measured if math.isfinite(value)]
+        steps, ys = [step for step, _ in kept], [value for _, value in kept]
         xs: Sequence[float] = [run.time_of(step) for step in steps] if by_time else steps
         return Series(_ascending(xs), ys, steps)
     kept_steps = [
@@ -197,4 +208,5 @@ class Reading:
 
     def _run_of(self, job: Job) -> Run:
         log = self._logs[job.id]
-        return Run(job.id, job.name, job.run_dir.root, tuple(log.steps), tuple(log.validations))
+        measured = tuple(log.validations), tuple(log.scores)
+        return Run(job.id, job.name, job.run_dir.root, tuple(log.steps), *measured)

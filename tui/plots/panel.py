@@ -12,7 +12,7 @@ from textual.message import Message
 from tui.keys.key_table import Key, bindings_of
 from tui.plots import drawing
 from tui.plots.line_chart import plot_columns
-from tui.plots.measures import MEASURES, Reading, Run, nearest
+from tui.plots.measures import COMMON, MEASURES, Reading, Run, nearest
 from tui.terminal.clipboard import copy
 from tui.widgets.lines import Lines
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 _REDRAW_EVERY: Final = 2.0  # seconds, if only values were added
 _RUNS: Final = ("primary", "accent", "success", "error", "secondary", "foreground")
 
+_TITLES: Final = [measure.title for measure in MEASURES[:COMMON]]
 NUMBER_KEYS: Final = tuple(
-    Key(f"measure({n})", str(n + 1), str(n + 1), measure.title, f"Show {measure.title}", False)
-    for n, measure in enumerate(MEASURES)
+    Key(f"measure({n})", str(n + 1), str(n + 1), title, f"Show {title}", False)
+    for n, title in enumerate([*_TITLES, "tab 8", "tab 9"])
 )
-"""The keys that turn to a measure."""
+"""The keys that turn to a tab; those that few jobs have come last."""
 
 
 class PlotsPanel(Lines, can_focus=True):
@@ -190,11 +191,14 @@ class PlotsPanel(Lines, can_focus=True):
     # -- what is shown ---------------------------------------------------------------------
 
     def action_measure(self, number: int) -> None:
-        self.choose(replace(self.choices, measure=number, everything=False))
+        tabs = drawing.tabs_of(self.values, self.choices)
+        if number < len(tabs):
+            place = MEASURES.index(tabs[number])
+            self.choose(replace(self.choices, measure=place, everything=False))
 
     def action_turn(self, by: int) -> None:
-        count = len(drawing.usual_measures(self.values))
-        self.action_measure((min(self.choices.measure, count - 1) + by) % count)
+        tabs = drawing.tabs_of(self.values, self.choices)
+        self.action_measure((tabs.index(MEASURES[self.choices.measure]) + by) % len(tabs))
 
     def action_everything(self) -> None:
         self.choose(replace(self.choices, everything=not self.choices.everything))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.run.judging import TITLES, Measurements
 from tui.text import format as formats
 from tui.text.estimate_text import word
 from tui.text.format import BEST, MISSING, size
@@ -29,8 +30,7 @@ def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
     """Return the table of `fsdp-tui checkpoints`."""
     if not listed:
         return "no checkpoints yet"
-    validated = any(checkpoint.loss is not None for checkpoint in listed)
-    val = ["VAL"] if validated else []
+    val = [name.upper() for name in judged_column(listed)]
     head = ("", "CHECKPOINT", "WRITTEN", "SIZE", "LAYOUT", "RANKS", "EMA", *val, "HEALTH")
     rows = [
         (
@@ -41,7 +41,7 @@ def checkpoint_table(listed: Sequence[Listed], free: int | None) -> str:
             checkpoint.layout or MISSING,
             number(checkpoint.world_size),
             yes_no(checkpoint.ema),
-            *([formats.number(checkpoint.loss)] if validated else []),
+            *([formats.number(checkpoint.value)] if val else []),
             checkpoint.health,
         )
         for checkpoint in listed
@@ -59,10 +59,16 @@ def marks(checkpoint: Listed) -> str:
     return (NEXT if checkpoint.next else "") + (BEST if checkpoint.best else "")
 
 
+def judged_column(listed: Sequence[Listed]) -> list[str]:
+    """Return the heading of what checkpoints are judged by; nothing if none was measured."""
+    judged = (Measurements(by=each.by).column for each in listed if each.value is not None)
+    return [*judged][:1]
+
+
 def best_words(checkpoint: Listed) -> str:
     """Return `validation loss 0.3521`, and where it was measured if at another step."""
-    there = "" if checkpoint.loss_step == checkpoint.step else f" of step {checkpoint.loss_step}"
-    return f"validation loss {formats.number(checkpoint.loss)}{there}"
+    there = "" if checkpoint.value_step == checkpoint.step else f" of step {checkpoint.value_step}"
+    return f"{TITLES[checkpoint.by]} {formats.number(checkpoint.value)}{there}"
 
 
 def totals(listed: Sequence[Listed], free: int | None) -> str:
@@ -143,7 +149,7 @@ def about(checkpoint: Listed, listed: Sequence[Listed]) -> str:
         facts.append("full tensors" if checkpoint.layout == "full" else "sharded")
     if checkpoint.ema:
         facts.append("with EMA")
-    if checkpoint.loss is not None:
+    if checkpoint.value is not None:
         facts.append(best_words(checkpoint) + (f" {BEST} best" if checkpoint.best else ""))
     later = (other for other in listed if other.step > checkpoint.step and not other.set_aside)
     newer = [other.name for other in sorted(later, key=lambda other: other.step)]

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["ranges"]  # re-exported with the functions below
 
 MISSING = "–"
-BEST: Final = "★"  # marks the lowest validation loss
+BEST: Final = "★"  # marks the best checkpoint, or the best job of a sweep
 _LEAST_PART: Final = 5.0  # seconds, and share of the whole, from which a part is mentioned
 _LEAST_SHARE: Final = 0.1
-_PARTS: Final = {"sample": "sampling", "validate": "validating", "save": "saving"} | {
-    "export": "exporting"
+_PARTS: Final = {"sample": "sampling", "score": "scoring"} | {
+    "validate": "validating",
+    "save": "saving",
+    "export": "exporting",
 }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.machine.devices import foreign_users
 from jobs.queue.sweeps import short_text, short_value
+from jobs.run.judging import LOSS, TITLES, Measurements
 from tui.text import format as formats
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
     """Return `fsdp-tui list --sweep NAME`: a column for each key that differs."""
     keys = list(jobs[0]["differs"]) if jobs else []
     named = [key.upper() for key in keys] or ["NAME"]
-    head = ("", "ID", *named, "STATE", "STEP", "LOSS", "VAL", "AT", "REASON")
+    best = {job["id"]: job["lowest"] or job["highest"] or {} for job in jobs}
+    by = next((job["by"] for job in jobs if best[job["id"]]), jobs[0]["by"] if jobs else LOSS)
+    judged = Measurements(by=by)
+    column = judged.column.upper()
+    head = ("", "ID", *named, "STATE", "STEP", "LOSS", column, "AT", "REASON")
     rows = [
         (
             formats.BEST if job["best_of_sweep"] else "",
@@ -66,29 +71,32 @@ def sweep_table(jobs: Sequence[Mapping[str, Any]]) -> str:
             job["state"],
             formats.steps_text(job["step"], job["total_steps"]),
             formats.number(job["loss"]),
-            formats.number((job["lowest"] or {}).get("loss")),
-            str((job["lowest"] or {}).get("step", formats.MISSING)),
+            formats.number(best[job["id"]].get("loss", best[job["id"]].get("score"))),
+            str(best[job["id"]].get("step", formats.MISSING)),
             job["reason"],
         )
         for job in jobs
     ]
     lines = [table(head, rows)]
     if any(job["best_of_sweep"] for job in jobs):
-        lines.append(f"{formats.BEST} marks the lowest validation loss (VAL), measured at step AT")
-    elif any(job["lowest"] for job in jobs):
+        words = f"{judged.extreme} {judged.title}" + (f" ({column})" if by == LOSS else "")
+        lines.append(f"{formats.BEST} marks the {words}, measured at step AT")
+    elif by == LOSS and any(job["lowest"] for job in jobs):
         lines.append("the two experts see other noise levels, so their losses cannot be compared")
-    else:
+    elif by == LOSS:
         lines.append(
             "no validation loss yet: jobs measure one if validation_fraction holds data out"
         )
+    else:
+        lines.append(f"no {judged.title} yet: it is measured where samples are made")
     return "\n".join(lines)
 
 
 def best_mark(best: Mapping[str, Any] | None) -> str:
     """Return a job's best checkpoint: `★ 500 0.3521`."""
-    return (
-        f"{formats.BEST} {best['step']} {formats.number(best['loss'])}" if best else formats.MISSING
-    )
+    if not best:
+        return formats.MISSING
+    return f"{formats.BEST} {best['step']} {formats.number(best.get('loss', best.get('score')))}"
 
 
 def describe(job: Mapping[str, Any]) -> str:
@@ -108,11 +116,13 @@ def describe(job: Mapping[str, Any]) -> str:
         own = ", ".join(short_text(key, value) for key, value in job["differs"].items())
         lines.insert(1, f"sweep        {job['sweep']}{own and f': {own}'}")
     if best := job["best"]:
-        at = best["loss_step"]
+        by = best.get("by", LOSS)
+        what = "loss" if by == LOSS else "score"
+        at = best[f"{what}_step"]
         there = "" if at == best["step"] else f", measured at step {at}"
-        loss = formats.number(best["loss"])
+        value = formats.number(best[what])
         lines.append(
-            f"best         {formats.BEST} step {best['step']}: validation loss {loss}{there}"
+            f"best         {formats.BEST} step {best['step']}: {TITLES[by]} {value}{there}"
         )
     if job["hub"]["pushed"]:
         lines.append(f"on the hub   {job['hub']['repo']}: {formats.ranges(job['hub']['pushed'])}")
@@ -124,6 +134,8 @@ def describe(job: Mapping[str, Any]) -> str:
         lines.insert(6, f"batch        {batch_line(job['global_batch'], job['accumulation'])}")
     if job.get("slurm"):
         lines.insert(6, f"slurm        {slurm_line(job['slurm'])}")
+    if job["scores"]:
+        lines.insert(4, f"scores       {scores_line(job['scores'])}")
     if job["validation"]:
         lines.insert(4, f"validation   {validation_line(job['validation'])}")
     if job["memory"]["peaks"]:
@@ -187,6 +199,13 @@ def validation_line(measured: Sequence[Sequence[Any]]) -> str:
     return "; ".join(
         [f"{newest[0]} at step {newest[1]}", *(f"{loss} at {step}" for loss, step in before)]
     )
+
+
+def scores_line(measured: Sequence[tuple[int, Mapping[str, float]]]) -> str:
+    """Format the newest scores: `CLIP-T 0.3123, DINO-I 0.6121 at step 40`."""
+    step, scores = measured[-1]
+    each = [f"{TITLES[name]} {formats.number(value)}" for name, value in scores.items()]
+    return f"{', '.join(each)} at step {step}"
 
 
 def memory_line(peaks: Mapping[str, Sequence[int]], measure: str) -> str:

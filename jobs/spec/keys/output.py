@@ -6,8 +6,9 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BeforeValidator
 
+from jobs.run.judging import Criterion
 from jobs.spec.keys.groups import EXPORT, HUB, OUTPUT
-from jobs.spec.rules.no_effect import all_checkpoints_stay, no_validation_fraction, not_pushed
+from jobs.spec.rules.no_effect import all_checkpoints_stay, not_pushed, nothing_judged
 from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_bool, as_choice, as_list, as_none, unquoted
 from jobs.spec.values.value_types import (
@@ -50,12 +51,21 @@ class OutputKeys(Keys):
     checkpoints_keep_best: Annotated[bool | int, BeforeValidator(read_count)] = field(
         False,
         OUTPUT,
-        "Never delete the checkpoint with the lowest validation loss, whatever "
+        "Never delete the best checkpoint (checkpoints_best_by), whatever "
         "checkpoints_total_limit is; a number: that many of the best.",
         resume="same",
-        no_effect=(all_checkpoints_stay, no_validation_fraction),
+        no_effect=(all_checkpoints_stay, nothing_judged),
         memory=False,
         label="keep best",
+    )
+    checkpoints_best_by: Annotated[Criterion, choice(Criterion)] = field(
+        "validation_loss",
+        OUTPUT,
+        "What the best checkpoint is chosen by, and the best job of a sweep: the lowest "
+        "validation_loss, or the highest of one of the validation_scores.",
+        resume="same",
+        memory=False,
+        label="best by",
     )
     checkpointing_async: OptionalBool = field(
         None,

@@ -53,9 +53,9 @@ class RunningKeys(Keys):
     stop_worse_than_median_after: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
         RUNNING,
-        "Stop this job of a sweep, with a checkpoint, if after this many steps its validation loss "
-        "(its training loss, where nothing is held out) is worse than the median of the other jobs "
-        "at the same step.",
+        "Stop this job of a sweep, with a checkpoint, if after this many steps what its "
+        "checkpoints are judged by (its training loss, where nothing is held out) is worse than "
+        "the median of the other jobs at the same step.",
         resume="same",
         no_effect=not_of_a_sweep,
         memory=False,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import BeforeValidator
 
-from jobs.spec.keys.groups import VALIDATION, VALIDATION_LOSS
+from jobs.run.judging import Score
+from jobs.spec.keys.groups import VALIDATION, VALIDATION_LOSS, VALIDATION_SCORES
 from jobs.spec.keys.prompts import LARGEST_SEED, Size, ValidationPrompt, read_prompts
 from jobs.spec.rules.no_effect import (
+    no_clip,
+    no_dino,
     no_prompts,
     no_true_cfg,
     no_validation,
@@ -18,7 +21,7 @@ from jobs.spec.rules.no_effect import (
 )
 from jobs.spec.values.field import Keys, field
 from jobs.spec.values.spellings import as_none
-from jobs.spec.values.value_types import Bool, Interval, OptionalInterval
+from jobs.spec.values.value_types import Bool, Interval, OptionalInterval, read_scores
 
 
 class ValidationKeys(Keys):
@@ -145,4 +148,34 @@ class ValidationKeys(Keys):
         memory=False,
         ge=1,
         le=1000,
+    )
+
+    # -- scores ----------------------------------------------------------------------------
+    validation_scores: Annotated[list[Score], BeforeValidator(read_scores)] = field(
+        [],
+        VALIDATION_SCORES,
+        "Scores of each step's samples: clip_t (how well they match their prompts), clip_i and "
+        "dino_i (how alike they are to the held-out images).",
+        resume="same",
+        blank="none",
+        no_effect=no_prompts,
+        label="scores",
+        words=get_args(Score),
+        public=True,
+    )
+    validation_clip_model: str = field(
+        "openai/clip-vit-large-patch14",
+        VALIDATION_SCORES,
+        "The CLIP model of clip_t and clip_i: a directory, or a name of the hub.",
+        resume="same",
+        no_effect=no_clip,
+        min_length=1,
+    )
+    validation_dino_model: str = field(
+        "facebook/dinov2-base",
+        VALIDATION_SCORES,
+        "The DINO or DINOv2 model of dino_i: a directory, or a name of the hub.",
+        resume="same",
+        no_effect=no_dino,
+        min_length=1,
     )

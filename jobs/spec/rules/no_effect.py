@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from jobs.run.judging import LOSS
 from jobs.spec.families import FAMILIES, experts_of, references_of
 from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
 from jobs.spec.rules.lora_conflicts import ONE_RATE, may_scale, trains_text
@@ -390,6 +391,21 @@ def not_pushed(spec: HubKeys) -> str:
 
 def not_tracked(spec: TrackingKeys) -> str:
     return "" if spec.report_to else "needs report_to"
+
+
+def no_clip(spec: ValidationKeys) -> str:
+    needed = {"clip_t", "clip_i"} & set(spec.validation_scores)
+    return no_prompts(spec) or ("" if needed else "needs clip_t or clip_i in validation_scores")
+
+
+def no_dino(spec: ValidationKeys) -> str:
+    needed = "dino_i" in spec.validation_scores
+    return no_prompts(spec) or ("" if needed else "needs dino_i in validation_scores")
+
+
+def nothing_judged(spec: JobSpec) -> str:
+    """Without what checkpoints are judged by, none is the best."""
+    return no_validation_fraction(spec) if spec.checkpoints_best_by == LOSS else no_prompts(spec)
 
 
 def no_validation_fraction(spec: ValidationKeys) -> str:

@@ -191,7 +191,7 @@ def periodic_saves(spec: JobSpec) -> int | None:
 # -- what follows a step -------------------------------------------------------------------------
 
 
-AFTER: Final = ("save", "validate", "sample", "export")
+AFTER: Final = ("save", "validate", "sample", "score", "export")
 """What may follow a step, as `jobs.run.rundir.PHASES` calls it, in the order of a job."""
 
 
@@ -204,11 +204,12 @@ class RhythmKeys(Protocol):
     validation_on_startup: bool
     validation_fraction: float
     validation_prompts: list[Any]
+    validation_scores: list[Any]
 
 
 @dataclass(frozen=True)
 class Rhythm:
-    """After which steps a job saves, validates, samples and exports.
+    """After which steps a job saves, validates, samples, scores samples and exports.
 
     Attributes:
         every: Steps between two of a kind; 0: only at the end. What a job never does is missing.
@@ -228,6 +229,8 @@ class Rhythm:
             every["validate"] = spec.validation_loss_steps or spec.validation_steps
         if spec.validation_prompts:
             every["sample"] = spec.validation_steps
+            if spec.validation_scores:
+                every["score"] = spec.validation_steps
         every = {what: every[what] for what in AFTER if what in every}
         return cls(
             {what: number if isinstance(number, int) else 0 for what, number in every.items()},
@@ -275,7 +278,7 @@ class Rhythm:
         }
 
 
-_BY_LOOKING: Final = ("validate", "sample")
+_BY_LOOKING: Final = ("validate", "sample", "score")
 
 _FINEST: Final = 1_000_000  # of the parts of a step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jobs.run.judging import LOSS
 from jobs.spec.families import FAMILIES, latent_step_of
 from jobs.spec.keys.prompts import frames_of, requests_of, size_of
 from jobs.spec.rules.data_conflicts import Conflict
@@ -36,7 +37,28 @@ def shared_tokens(spec: JobSpec) -> Conflict | None:
     return None
 
 
-VALIDATION_RULES = (shared_tokens,)
+def unmeasured_scores(spec: DataPlanKeys) -> Conflict | None:
+    """Check that there is something to compare samples with."""
+    to_images = {"clip_i", "dino_i"} & set(spec.validation_scores)
+    if not (spec.validation_prompts and to_images) or spec.validation_fraction:
+        return None
+    return Conflict(
+        "validation_scores",
+        "validation_scores: clip_i and dino_i compare samples with held-out images; set "
+        "validation_fraction (0.05 is a twentieth), or keep only clip_t",
+    )
+
+
+def unmeasured_criterion(spec: JobSpec) -> Conflict | None:
+    """Check that a score by which checkpoints are judged is measured."""
+    by = spec.checkpoints_best_by
+    if by == LOSS or (by in spec.validation_scores and spec.validation_prompts):
+        return None
+    missing = "validation_prompts" if by in spec.validation_scores else f"validation_scores: {by}"
+    return Conflict("checkpoints_best_by", f"{by} is not measured; set {missing}", named=True)
+
+
+VALIDATION_RULES = (shared_tokens, unmeasured_scores, unmeasured_criterion)
 
 
 def validation_warnings(spec: JobSpec) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from jobs.run.judging import Score
 from jobs.spec.values import spellings
 
 if TYPE_CHECKING:
@@ -258,6 +259,18 @@ def read_names(value: Any) -> Any:
     if text.startswith("[") and not text.endswith("]"):
         raise refuse(value, (), "a list; its bracket is not closed")
     return spellings.as_list(text)
+
+
+def read_scores(value: Any) -> Any:
+    """Read a list of scores, also in capitals and with hyphens: `CLIP-T, DINO-I`."""
+    value = read_names(spellings.as_none(value))
+    if not isinstance(value, (list, tuple)):
+        return value if value is not None else []
+    words = [spellings.as_choice(str(word), get_args(Score)) for word in value]
+    for word in words:
+        if word not in get_args(Score):
+            raise refuse(word, get_args(Score))
+    return list(dict.fromkeys(words))
 
 
 def read_words(value: Any) -> Any:

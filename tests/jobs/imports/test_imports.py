@@ -678,6 +678,19 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"validation_resolution": 1024}, {"validation_resolution": 1024}),
     ({"validation_resolution": "1280x768"}, {"validation_resolution": "1280x768"}),
     ({"validation_prompt": "a, b"}, {"validation_prompts": [{"prompt": "a, b"}]}),
+    (
+        {"evaluation_type": "clip", "validation_prompt": "a"},
+        {
+            "validation_scores": ["clip_t"],
+            "validation_clip_model": "openai/clip-vit-large-patch14-336",
+        },
+    ),
+    (
+        {"evaluation_type": "clip", "pretrained_evaluation_model_name_or_path": "a/b"},
+        {"validation_scores": ["clip_t"], "validation_clip_model": "a/b"},
+    ),
+    ({"evaluation_type": "none"}, Needless),
+    ({"evaluation_type": "fid"}, Lost),
     ({"validation_prompt": "a", "validation_disable": "true"}, Needless),
     ({"validation_disable": True}, Kind.TRANSLATED),
     ({"assistant_lora_path": "~/loras/turbo"}, {"training_adapter": "~/loras/turbo"}),

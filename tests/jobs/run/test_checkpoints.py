@@ -21,7 +21,6 @@ from jobs.run.checkpoint_files import (
     find_damage,
     find_listed,
     free_bytes,
-    judge,
     list_all,
     newest_whole,
     plan_rewind,
@@ -29,6 +28,7 @@ from jobs.run.checkpoint_files import (
     set_aside,
     verify,
 )
+from jobs.run.judging import Measurements, judge
 from jobs.run.rundir import MANIFEST, RunDir
 from jobs.service.plan import plan_resume, plan_submit
 from jobs.service.start_point import find_origin, origin_of, read_step
@@ -119,29 +119,37 @@ NAN = float("nan")
         ([10, 20, 30], [], []),
     ],
 )
-def test_the_validation_loss_orders_checkpoints(
+def test_what_was_measured_orders_checkpoints(
     saved: list[int], losses: list[tuple[int, float]], order: list[int]
 ) -> None:
-    assert [judged.step for judged in judge(saved, losses)] == order
+    scores = Measurements([(step, 4 - loss) for step, loss in losses], "clip_t")
+    for measured in (Measurements(losses), scores):
+        assert [judged.step for judged in judge(saved, measured)] == order, measured.by
+        values = dict(measured.values)
+        assert all(judged.value == values[judged.measured] for judged in judge(saved, measured))
 
 
 def test_the_best_checkpoint_is_the_best_that_is_whole(run_dir: RunDir) -> None:
-    losses = [(10, 2.0), (15, 1.0), (30, 3.0)]
+    losses = Measurements([(10, 2.0), (15, 1.0), (30, 3.0)])
     best = find_best(run_dir, losses, "job 3")
     assert str(best) == "step 20: validation loss 1, measured at step 15"
     by_name = {each.name: each for each in list_all(run_dir, losses)}
     assert [name for name, each in by_name.items() if each.best] == ["step-20"]
-    assert (by_name["step-20"].loss, by_name["step-20"].loss_step) == (1.0, 15)
+    assert (by_name["step-20"].value, by_name["step-20"].value_step) == (1.0, 15)
     (run_dir.checkpoint(20) / "__0_0.distcp").unlink()
     assert find_best(run_dir, losses, "job 3").step == 10
+    scores = Measurements(losses.values, "dino_i")
+    assert str(find_best(run_dir, scores, "job 3")) == "step 30: DINO-I 3"
     assert [each.name for each in list_all(run_dir, losses) if each.best] == ["step-10"]
 
 
 def test_where_nothing_was_validated_the_keys_to_set_are_named(run_dir: RunDir) -> None:
     with pytest.raises(NotFoundError, match=r"no validation loss.*set validation_fraction"):
-        find_best(run_dir, [], "job 3")
+        find_best(run_dir, Measurements(), "job 3")
+    with pytest.raises(NotFoundError, match=r"no CLIP-T.*after every validation_steps steps"):
+        find_best(run_dir, Measurements(by="clip_t"), "job 3")
     with pytest.raises(NotFoundError, match=r"of step 40.*lower validation_loss_steps"):
-        find_best(run_dir, [(40, 1.0)], "job 3")
+        find_best(run_dir, Measurements([(40, 1.0)]), "job 3")
     assert not any(each.best for each in list_all(run_dir))
 
 

@@ -47,7 +47,8 @@ FAILED: dict[str, Any] = {
             events.Start(0, 9, 2, "fsdp2", "as asked", 12, 4, 2, 6.5, 80),
             '"start", "step": 0, "total_steps": 9, "world_size": 2, "strategy": "fsdp2", '
             '"strategy_reason": "as asked", "samples": 12, "global_batch": 4, "accumulation": 2, '
-            '"steps_per_epoch": 6.5, "trained_parameters": 80, "base_matmul": null',
+            '"steps_per_epoch": 6.5, "trained_parameters": 80, "base_matmul": null, '
+            '"best_by": "validation_loss"',
         ),
         (
             events.PhaseEvent("load", "begin", total=3),
@@ -98,6 +99,11 @@ FAILED: dict[str, Any] = {
         (
             events.Memory(2, "rss", {"load": [1, None]}),
             '"memory", "step": 2, "measure": "rss", "peaks": {"load": [1, null]}',
+        ),
+        (
+            events.Scores(2, clip_t=0.25, samples=3, seconds=1.5),
+            '"scores", "step": 2, "clip_t": 0.25, "clip_i": null, "dino_i": null, "samples": 3, '
+            '"references": null, "seconds": 1.5',
         ),
         (events.Warned("oh"), '"warning", "message": "oh"'),
         (events.Failed.read(FAILED | {"trace": "…"}), f'"error", {json.dumps(FAILED)[1:-1]}'),

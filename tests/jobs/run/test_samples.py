@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.queue.states import State
-from jobs.run.eventlog import Timeline, in_words
 from jobs.run.failure import Cause, Failure, keep_failure, read_failure
 from jobs.run.rundir import RunDir, event
 from jobs.run.samples import Samples, list_samples
+from jobs.run.timeline import Timeline, in_words
 from jobs.spec.file.diff import differences
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.supervise.remedies import advice

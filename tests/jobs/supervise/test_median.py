@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from jobs.run.events import Start, Step, Validation
+from jobs.run.events import Scores, Start, Step, Validation
 from jobs.run.rundir import RunDir
 from jobs.supervise import median
 from jobs.supervise.median import MedianRule, Reports, mark_of, sweep_in, worse_than
@@ -58,6 +58,7 @@ def rule_of(
         "sweep": "cats",
         "validation_fraction": 0.1,
         "stop_worse_than_median_after": after,
+        "checkpoints_best_by": "validation_loss",
     }
     made: Any = SimpleNamespace(spec=SimpleNamespace(**spec | keys), events_offset=attempt)
     return MedianRule.of(run_dir, made)
@@ -111,6 +112,23 @@ def test_experts_are_compared_with_their_own_kind(sweep: Sweep) -> None:
         rule = rule_of(own, model_flavour=f"2.2-t2v-a14b-{noise}")
         assert rule is not None
         assert bool(rule.look()) is stopped
+
+def test_a_job_that_is_judged_by_a_score_needs_a_higher_one_and_no_held_out_data(
+    sweep: Sweep,
+) -> None:
+    runs = [sweep.job(name) for name in ("1-a", "2-b", "3-own")]
+    for run_dir, scores in zip(runs, ([0.2, 0.4], [0.3, 0.3], [0.1, 0.3, 0.36]), strict=True):
+        lines = [Scores(10 + 10 * n, clip_t=score).line() for n, score in enumerate(scores)]
+        run_dir.events.write_text("".join(lines))
+    keys: dict[str, Any] = {"checkpoints_best_by": "clip_t", "validation_fraction": 0.0}
+    rule = rule_of(runs[-1], **keys)
+    assert rule is not None
+    assert rule.look() == "best CLIP-T 0.3 is below the median 0.35 of 2 others at step 20"
+    mark_of(runs[-1]).unlink()
+    better = rule_of(sweep.job("4-better"), **keys)
+    assert better is not None
+    better.run_dir.events.write_text(Scores(20, clip_t=0.36).line())
+    assert better.look() == ""
 
 
 def test_only_the_attempt_that_was_stopped_is(sweep: Sweep) -> None:

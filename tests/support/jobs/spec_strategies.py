@@ -157,6 +157,10 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "logging_dir": st.sampled_from([None, "/no/such place"]),
     "hub_model_id": st.none() | st.sampled_from(["a/b", "b"]),
     "validation_loss_steps": st.none() | st.integers(1, 10**6) | _EPOCHS,
+    "validation_scores": st.sampled_from([[], ["clip_t"]]),  # others need validation_fraction
+    "validation_clip_model": st.sampled_from(["a/b", "/no/such place"]),
+    "validation_dino_model": st.sampled_from(["a/b", "c/d@v1"]),
+    "checkpoints_best_by": st.just("validation_loss"),
 }
 
 

@@ -17,7 +17,7 @@ from jobs.export import export_checkpoint
 from jobs.hub.push import push_step
 from jobs.queue.store import Store
 from jobs.run.checkpoint_files import find_best, free_bytes, list_all, verify
-from jobs.run.eventlog import read_losses
+from jobs.run.eventlog import read_measured
 from jobs.run.samples import list_samples
 from jobs.service.plan import plan_resume
 from jobs.service.start_point import other_expert_of, read_step
@@ -89,7 +89,7 @@ def checkpoints(
             f"forget the job with `fsdp-tui remove {job_id}`",
         )
     deleted = _delete(store, job, [*names, *more], ask=not yes) if names else []
-    listed = list_all(job.run_dir, read_losses(job.run_dir))
+    listed = list_all(job.run_dir, read_measured(job.run_dir))
     if contents:
         listed = _verify_all(listed)
     if as_json:
@@ -148,8 +148,8 @@ def _verify_all(listed: Sequence[Listed]) -> list[Listed]:
     "--from",
     "back_to",
     metavar="STEP",
-    help="Resume from this step (0: from the beginning; best: of the lowest validation loss); "
-    "newer checkpoints are set aside, not deleted.",
+    help="Resume from this step (0: from the beginning; best: see checkpoints_best_by); newer "
+    "checkpoints are set aside, not deleted.",
 )
 @JSON
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
@@ -180,7 +180,7 @@ def resume(job_id: int, back_to: str | None, as_json: bool, words: tuple[str, ..
 
 def _best(job: Job, does: str) -> int:
     """Return the step of a job's best checkpoint, and print it on standard error."""
-    best = find_best(job.run_dir, read_losses(job.run_dir), f"job {job.id}")
+    best = find_best(job.run_dir, read_measured(job.run_dir), f"job {job.id}")
     echo(f"fsdp-tui: {does} {best}", err=True)
     return best.step
 
@@ -210,7 +210,9 @@ def _resumed(job: Job, plan: Plan) -> dict[str, Any]:
     }
 
 
-BEST = click.option("--best", is_flag=True, help="Take the step of the lowest validation loss.")
+BEST = click.option(
+    "--best", is_flag=True, help="Take the step of the best checkpoint (checkpoints_best_by)."
+)
 
 
 # -- export ---------------------------------------------------------------------------------

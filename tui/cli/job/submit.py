@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jobs.queue.store import Job
-    from jobs.spec.job_spec import InputKeys, JobSpec
+    from jobs.spec.job_spec import DataPlanKeys, JobSpec
     from jobs.spec.values.hub_names import HubName
 
 
@@ -134,7 +134,7 @@ def _sweep(
     """Queue all jobs of a sweep, or none; print their ids, one a line."""
     agreed: dict[tuple[HubName, ...], list[HubName]] = {}
 
-    def fetched(spec: InputKeys) -> list[HubName]:
+    def fetched(spec: DataPlanKeys) -> list[HubName]:
         """Ask once about what several jobs lack."""
         missing = tuple(find_missing(spec))
         if missing and missing not in agreed:

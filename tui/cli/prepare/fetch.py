@@ -20,7 +20,7 @@ from tui.cli.job_arguments import JSON, read_job, warn
 
 if TYPE_CHECKING:
     from jobs.hub.fetches import Fetch
-    from jobs.spec.job_spec import InputKeys
+    from jobs.spec.job_spec import DataPlanKeys
 
 FETCH: Final = click.option(
     "--fetch", is_flag=True, help="Fetch a missing model or dataset of the hub without asking."
@@ -81,7 +81,7 @@ def fetch(
     return 0
 
 
-def offer(spec: InputKeys, *, fetch: bool, dry_run: bool = False) -> list[HubName]:
+def offer(spec: DataPlanKeys, *, fetch: bool, dry_run: bool = False) -> list[HubName]:
     """Offer to fetch what a job lacks; return what the user agreed to.
 
     The hub is not queried if nobody could answer the prompt.

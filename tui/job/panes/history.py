@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from jobs.queue.store import Change
-    from jobs.run.eventlog import Moment
+    from jobs.run.timeline import Moment
     from tui.look.job_look import Look
     from tui.text.format import Row
 

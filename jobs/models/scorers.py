@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import SpecError
 from jobs.models.find_model import find_damage, find_model
 from jobs.run.rundir import read_json
+from jobs.spec.values.hub_names import HubName
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -47,18 +48,18 @@ def missing_of(root: Path) -> str:
     return next((f"has a damaged {file.name}: {why}" for file, why in damaged if why), "")
 
 
-def check_scorers(spec: ValidationKeys, absent: Collection[str] = ()) -> None:
+def check_scorers(spec: ValidationKeys, absent: Collection[HubName] = ()) -> None:
     """Check that the models which score samples can be loaded.
 
     Args:
         spec: The job.
-        absent: Hub names that will be fetched before it starts, and are checked then.
+        absent: Names that will be fetched before it starts, and are checked then.
 
     Raises:
         SpecError: One is missing, incomplete, or of another kind.
     """
     for key, name in scorers_of(spec).items():
-        if name in absent:
+        if HubName.read("model", name) in absent:
             continue
         try:
             root = find_model(name)

@@ -192,11 +192,11 @@ def check(spec: JobSpec, absent: Collection[HubName] = ()) -> None:
     """
     # imported here to avoid an import cycle
 
-    if spec.pretrained_model_name_or_path not in map(str, absent):
+    if HubName.read("model", spec.pretrained_model_name_or_path) not in absent:
         check_model(spec, settings=True)
         check_block_names(spec)
         check_wrap_policy(spec)
-    check_scorers(spec, [str(name) for name in absent])
+    check_scorers(spec, absent)
     if not any(name.kind == "dataset" for name in absent):
         check_dataset(spec)
     refuse_unwritable(cache_of(spec))

@@ -458,7 +458,6 @@ def _as_dict(
         # JSON has no infinity, and many parsers reject it
         "loss": now.loss if now.loss is not None and math.isfinite(now.loss) else None,
         "validation_loss": newest if by_loss and math.isfinite(newest) else None,
-        "score": None if by_loss or not math.isfinite(newest) else {measured.by: newest},
         "best": best and best.to_dict(),
         "seconds_per_step": now.seconds_per_step,
         "eta": now.eta,

@@ -84,6 +84,7 @@ JOBS: Final = (
         "fp16, held out": Job(
             1,
             {"mixed_precision": "fp16", "validation_fraction": 0.25, "validation_loss_steps": 1}
+            | {"validation_scores": ["clip_t", "clip_i", "dino_i"]}
             | SAMPLED,
         ),
         "fp16 full": Job(1, FULL | {"mixed_precision": "fp16"}),
@@ -301,6 +302,7 @@ def test_a_job_on_gpus_runs_to_its_end(name: str, rehearsal: Rehearsal) -> None:
     assert len(found) == prompts
     if prompts:
         assert "sample" in kinds
+    assert ("scores" in kinds) == bool(job.values.get("validation_scores"))
     # Each rank on a GPU of its own, which it names as NVML does.
     for rank, status in enumerate(done.run_dir.rank_statuses()):
         assert (status.device, status.device_uuid) == (f"cuda:{rank}", uuid(rank))

@@ -24,11 +24,14 @@ from engine.memory.tracing.trace import Trace, trace_model
 from engine.memory.tracing.work import Counter
 from engine.memory.walk import Layout, cost_of
 from engine.model.packing import Packing
+from engine.sample.scores import BATCH, load_scoring_model
 from engine.train.optimizer import build_optimizer
 from jobs.errors import UserError
 from jobs.memory.predicted import TITLES, Parts, Phase, Predicted
+from jobs.models.scorers import CLIP, DINO
 from jobs.spec.families import FAMILIES
 from jobs.spec.file.load import load_spec
+from tests.support.engine import scorers
 from tests.support.engine.memory import peaks_of, reference, small_toy, with_layers
 from tests.support.engine.toy_jobs import toy_values
 from tests.support.engine.training_adapters import write_training_adapter
@@ -407,7 +410,7 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
     estimator: Estimator, toy: Path
 ) -> None:
     found = estimator.estimate(spec_of(toy, validation_prompts=["a red circle"]))
-    names = [name for name in TITLES if name != "base"]  # which only some LoRAs have
+    names = [name for name in TITLES if name not in ("base", "score")]  # which only some jobs have
     assert [phase.name for phase in found.phases] == names
     assert all(phase.peak > 0 for phase in found.phases)
     assert any(note.startswith("torch_compile: true would") for note in found.notes)
@@ -415,6 +418,43 @@ def test_samples_and_caches_are_predicted_where_the_model_is_here(
     assert "sample" in [phase.name for phase in with_class.phases], "class images are samples"
     several = estimator.estimate(spec_of(toy, resolution=[32, 128]))
     assert several.peak == estimator.estimate(spec_of(toy, resolution=128)).peak, "the largest"
+
+
+def test_models_that_score_samples_are_predicted_one_after_the_other(
+    estimator: Estimator, toy: Path, tmp_path: Path
+) -> None:
+    """Against the weights and a batch of the real models; an older config has a number as side."""
+    models = {CLIP: scorers.write_clip(tmp_path / "clip"), DINO: scorers.write_dino(tmp_path / "d")}
+    config = models[CLIP] / "preprocessor_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"crop_size": scorers.SIDE}))
+    keys = {key: str(root) for key, root in models.items()} | {
+        "validation_prompts": ["a red circle"],
+        "validation_fraction": 0.1,
+        "validation_scores": ["clip_t", "dino_i"],
+    }
+    cpu = torch.device("cpu")
+    each = []
+    for key, root in models.items():
+        scoring = load_scoring_model(key, root, cpu)
+        weights = [*scoring.model.parameters(), *scoring.model.buffers()]
+        with Live() as live, torch.no_grad():
+            for weight in weights:
+                live.ignore(weight)
+            pixels = torch.zeros(BATCH, 3, scorers.SIDE, scorers.SIDE)
+            live.reset()
+            scoring.embed(pixels)
+        each.append(sum(rounded(w.untyped_storage().nbytes()) for w in weights) + live.most)
+    found = estimator.estimate(spec_of(toy, device="cpu", **keys))
+    phase, save = found.phase("score"), found.phase("save")
+    assert phase is not None
+    assert save is not None
+    assert phase.parts.workspace == pytest.approx(max(each), rel=0.01)
+    assert phase.parts.parameters == save.parts.parameters, "beside what is trained"
+    none = estimator.estimate(spec_of(toy, device="cpu", **keys | {"validation_scores": []}))
+    assert none.phase("score") is None
+    half = estimator.estimate(spec_of(toy, **keys)).phase("score")
+    assert half is not None
+    assert half.parts.workspace == pytest.approx(max(each) / 2, rel=0.05), "fp16 on a GPU"
 
 
 # -- what is answered ----------------------------------------------------------------------

@@ -33,6 +33,7 @@ from jobs.models.scorers import CLIP, DINO, check_scorers
 from jobs.run.eventlog import EventLog
 from jobs.run.judging import Measurements, judge
 from jobs.run.rundir import RunDir
+from jobs.spec.values.hub_names import HubName
 from tests.support.engine import scorers
 from tests.support.engine.ranks import family as ranks
 from tests.support.engine.toy_jobs import start_ranks, toy_spec, toy_values
@@ -305,5 +306,7 @@ def test_a_model_that_cannot_score_is_refused_before_a_job_starts(
     for words, changes in wrong.items():
         with pytest.raises(SpecError, match=words):
             check_scorers(toy_spec(toy, **keys(models, **changes)))
-    check_scorers(toy_spec(toy, **keys(models, **{CLIP: "someone/clip"})), ["someone/clip"])
+    check_scorers(
+        toy_spec(toy, **keys(models, **{CLIP: "someone/clip"})), [HubName("model", "someone/clip")]
+    )
     check_scorers(toy_spec(toy, **keys(models, validation_scores=[], **{CLIP: "no/model"})))

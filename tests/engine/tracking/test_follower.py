@@ -129,6 +129,7 @@ def test_a_tracker_gets_scalars_samples_memory_and_the_job_s_keys(run: Run) -> N
     run.steps(1, 2)
     run.say("validation", step=2, loss=0.5, levels=[[0.25, 0.4], [0.75, 0.6]])
     run.say("sample", step=2, directory="x", files=["00.png"])
+    run.say("scores", step=2, clip_t=0.25, clip_i=None, dino_i=0.5, samples=1)
     run.say("end", reason="completed", step=2)
     assert run.follow() == 0
     (tracker,) = Stub.opened
@@ -146,6 +147,8 @@ def test_a_tracker_gets_scalars_samples_memory_and_the_job_s_keys(run: Run) -> N
         (2, "validation/loss", 0.5),
         (2, "validation/loss_at_0.250", 0.4),
         (2, "validation/loss_at_0.750", 0.6),
+        (2, "validation/clip_t", 0.25),
+        (2, "validation/dino_i", 0.5),
         (2, "memory/rank0_gib", 1.0),
         (2, "memory/rank1_gib", 3.0),
     ]

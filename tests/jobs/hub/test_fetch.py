@@ -21,6 +21,7 @@ from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
 from jobs.models.find_model import find_model
 from jobs.models.model_config import find_target
+from jobs.models.scorers import check_scorers
 from jobs.preflight.data import check_dataset
 from jobs.queue.states import State
 from jobs.service.plan import plan_submit
@@ -29,7 +30,7 @@ from jobs.spec.file.load import load_spec
 from jobs.spec.values.datasets import datasets_of
 from jobs.spec.values.hub_names import HubName
 from tests.conftest import plain_png
-from tests.support.hub.repos import CHOSEN, flux_like
+from tests.support.hub.repos import CHOSEN, clip_like, flux_like
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ def test_a_fetched_model_is_found_and_nothing_is_fetched_twice(hub: Hub) -> None
         ("someone/missing", "has no model someone/missing"),
         ("someone/flux@v9", "someone/flux has no revision v9"),
         ("someone/tables", "has no model in the layout of diffusers"),
+        ("someone/words", "has no model in the layout of diffusers"),
     ],
 )
 def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, name: str, says: str) -> None:
@@ -162,6 +164,7 @@ def test_what_cannot_be_fetched_is_one_sentence(hub: Hub, name: str, says: str) 
     hub.add("someone/gated", flux_like(), gated=True)
     hub.add("someone/private", flux_like(), private=True)
     hub.add("someone/flux", flux_like())
+    hub.add("someone/words", clip_like("gpt2"))
     hub.add("someone/tables", {"README.md": b"", "model.gguf": b""})
     with pytest.raises(HubError, match=says) as error:
         fetch(model(name))
@@ -228,6 +231,36 @@ def test_a_dataset_of_the_hub_is_read_where_it_was_fetched(
     assert tree_of(root) == {"1.png": files["train/1.png"], "1.txt": b"a cat"}
     assert [entry.path for entry in datasets_of(spec)] == [str(root)]
     assert find_missing(spec) == []
+
+
+def test_a_job_waits_for_the_models_that_score_its_samples(
+    hub: Hub, job_values: dict[str, Any]
+) -> None:
+    files = clip_like()
+    hub.add("someone/clip", files)
+    hub.add("someone/dino", clip_like("dinov2"))
+    spec = load_spec(
+        None,
+        job_values
+        | {"validation_prompts": ["a"], "validation_fraction": 0.5, "validation_scores": "clip_t"}
+        | {"validation_clip_model": "someone/clip", "validation_dino_model": "someone/dino"},
+    )
+    (clip,) = find_missing(spec)
+    assert clip == model("someone/clip"), "not what no score needs"
+    (size,) = ask_sizes([clip]).values()
+    chosen = set(files) - {"pytorch_model.bin", "tf_model.h5", "flax_model.msgpack"}
+    assert size == sum(len(files[path]) for path in chosen)
+    with pytest.raises(SpecError, match=r"validation_clip_model: no such model.*fsdp-tui fetch"):
+        check_scorers(spec)
+    check_scorers(spec, [clip])
+    root = fetch(clip)
+    assert set(tree_of(root)) == chosen
+    assert find_missing(spec) == []
+    check_scorers(spec)
+    both = spec.model_copy(update={"validation_scores": ["dino_i", "clip_t"]})
+    assert find_missing(both) == [model("someone/dino")]
+    (root / "model.safetensors").unlink()
+    assert find_missing(spec) == [clip]
 
 
 def test_a_job_waits_for_its_model_and_starts(

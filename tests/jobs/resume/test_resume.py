@@ -67,6 +67,7 @@ _OTHER: dict[str, Any] = {
     "lokr_factor": 4,
     "conditioning_resolution": 512,
     "text_encoder_learning_rate": 0.5,
+    "validation_scores": ["clip_t"],
 }
 # What a setting counts together with.
 _WITH: dict[str, dict[str, Any]] = {

@@ -13,10 +13,11 @@ from jobs.queue import undo
 from jobs.queue.states import State
 from jobs.queue.store import Store
 from jobs.queue.sweeps import Groups, short_text
-from jobs.run.events import Validation
+from jobs.run.events import Scores, Start, Validation
 from jobs.service import sweep
 from jobs.spec.file.load import load_spec
 from tests.support.jobs.kills import kill, killed
+from tui.text.tables import sweep_table
 
 if TYPE_CHECKING:
     from jobs.queue.job import Job
@@ -140,6 +141,29 @@ def test_the_best_of_a_sweep_has_the_lowest_validation_loss(
     assert [row["id"] for row in rows if row["best_of_sweep"]] == [jobs[1].id]
     assert [row["lowest"]["loss"] for row in rows] == [2.0, 1.0, 1.5]
     assert [row["differs"] for row in rows] == [{"learning_rate": float(r)} for r in RATES]
+
+
+def test_the_best_of_a_sweep_may_have_the_highest_score(
+    store: Store, job_values: dict[str, Any]
+) -> None:
+    jobs = queue(store, job_values | {"name": "cats"}, {"learning_rate": RATES})
+    for job, scores in zip(jobs, ([0.2, 0.3], [0.1], [0.25]), strict=True):
+        lines = [Start(best_by="dino_i").line()]
+        lines += [Validation(1, 1 - max(scores)).line()] + [
+            Scores(10 * (n + 1), clip_t=0.9, dino_i=score).line() for n, score in enumerate(scores)
+        ]
+        job.run_dir.events.write_text("".join(lines))
+        if store.get(job.id).state is State.QUEUED:
+            assert store.claim(job.id, [], "")
+    rows = service.sweep_dicts(store, "cats", [])
+    assert [row["id"] for row in rows if row["best_of_sweep"]] == [jobs[0].id]
+    assert [row["highest"]["score"] for row in rows] == [0.3, 0.1, 0.25]
+    assert [row["lowest"] for row in rows] == [None] * 3
+    assert {row["by"] for row in rows} == {"dino_i"}
+    table = sweep_table(rows).splitlines()
+    assert table[0].split()[-3:] == ["DINO-I", "AT", "REASON"]
+    assert table[1].startswith("★")
+    assert table[-1] == "★ marks the highest DINO-I, measured at step AT"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.models.scorers import CLIP, DINO
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir
 from jobs.spec.families import FAMILIES
 from tests.support.cuda_stub.stub import ROOT
+from tests.support.engine.scorers import write_clip, write_dino
 from tests.support.nvml_stub.stub import gpu
 
 if TYPE_CHECKING:
@@ -136,6 +138,11 @@ class Rehearsal:
     def _begin(self, job: Job) -> dict[str, Any]:
         if job.adapted_by is not None:
             return {"training_adapter": str(self.root / job.adapted_by / "export")}
+        if job.values.get("validation_scores"):
+            return {
+                key: str(write(self.root / key))
+                for key, write in ((CLIP, write_clip), (DINO, write_dino))
+            }
         if job.resumes is None:
             return {}
         start = RunDir(self.root / job.resumes).checkpoint(STEPS)

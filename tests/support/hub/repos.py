@@ -38,6 +38,20 @@ def safetensors(count: int, seed: int = 0) -> bytes:
     return struct.pack("<Q", len(header)) + header.encode() + random.Random(seed).randbytes(count)
 
 
+def clip_like(kind: str = "clip", count: int = 3000) -> dict[str, bytes]:
+    """A model of transformers, with its copies for other libraries."""
+    return {
+        "README.md": b"",
+        "config.json": json.dumps({"model_type": kind}).encode(),
+        "preprocessor_config.json": b"{}",
+        "tokenizer_config.json": b"{}",
+        "model.safetensors": safetensors(count),
+        "pytorch_model.bin": b"pickled",
+        "tf_model.h5": b"h5",
+        "flax_model.msgpack": b"flax",
+    }
+
+
 def flux_like(count: int = 3000) -> dict[str, bytes]:
     """A pipeline, with what the hub has beside it; `count` bytes a weights file."""
     shards = [f"diffusion_pytorch_model-0000{n}-of-00002.safetensors" for n in (1, 2)]

@@ -8,7 +8,7 @@ import pytest
 
 from jobs.queue.states import State
 from jobs.run.checkpoint_files import set_aside
-from jobs.run.events import Validation
+from jobs.run.events import Scores, Start, Validation
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
 from jobs.spec.job_spec import JobSpec
@@ -96,6 +96,27 @@ def test_the_json_has_every_fact(shell: Shell, run_dir: RunDir) -> None:
         "best": False,
     }
     assert facts["best"] is None
+
+
+def test_the_best_one_may_be_judged_by_a_score(shell: Shell, run_dir: RunDir) -> None:
+    measured = [Start(best_by="clip_t"), Validation(30, 0.1)]
+    measured += [Scores(step, clip_t=value) for step, value in ((10, 0.2), (20, 0.4), (30, 0.3))]
+    run_dir.events.write_text("".join(event.line() for event in measured))
+    lines = shell("checkpoints", "1")[1].splitlines()
+    assert lines[0].split()[-2:] == ["CLIP-T", "HEALTH"]
+    assert lines[-1] == "★ marks the best one, CLIP-T 0.4000"
+    facts = shell.json("checkpoints", "1")
+    assert facts["best"] == "step-20"
+    assert {**facts["checkpoints"][1]}.items() >= {
+        "score": 0.4,
+        "by": "clip_t",
+        "loss": None,
+    }.items()
+    shown = shell("show", "1")[1]
+    assert "★ step 20: CLIP-T 0.4000" in shown
+    assert "scores       CLIP-T 0.3000 at step 30" in shown
+    assert shell.json("show", "1")["scores"][-1] == [30, {"clip_t": 0.3}]
+    assert "★ 20 0.4000" in shell("list")[1]
 
 
 def test_the_best_one_is_marked_and_can_be_resumed(shell: Shell, run_dir: RunDir) -> None:

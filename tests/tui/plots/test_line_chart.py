@@ -27,7 +27,7 @@ from tui.plots.drawing import (
     zoomed,
 )
 from tui.plots.line_chart import Curve, View, figure, log_scale, scale_of
-from tui.plots.measures import LOSS, MEASURES, Run, nearest, series_of
+from tui.plots.measures import COMMON, LOSS, MEASURES, Run, nearest, series_of
 from tui.text.format import plain
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def test_the_file_has_what_is_shown(tmp_path: Path) -> None:
     assert float(rows[0]["seconds"]) == 18.0
     assert float(rows[0]["average"]) > 0.1
     both = list(csv.DictReader(io.StringIO(as_csv(values, Choices(everything=True)))))
-    assert {row["measure"] for row in both} == {m.name for m in MEASURES} - {"memory", "base_loss"}
+    assert {row["measure"] for row in both} == {m.name for m in MEASURES[:COMMON]} - {"memory"}
     assert next(row for row in both if row["measure"] == "lr")["average"] == ""
 
 

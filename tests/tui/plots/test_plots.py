@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from jobs.queue.states import State
+from jobs.run.events import Scores
 from jobs.run.rundir import event
 from tests.support.tui.driven_app import all_said, running, shown
 from tests.support.tui.made_up_runs import add_job, append_events, write_steps
 from tests.support.tui.pilot import rest, until
-from tui.plots.measures import MEASURES
+from tui.plots.measures import COMMON, MEASURES
 from tui.plots.screen import PickRunsScreen, PlotsScreen
 
 if TYPE_CHECKING:
@@ -46,15 +47,13 @@ async def test_the_keys_of_what_is_shown_and_how(store: Store) -> None:
     write_steps(add_job(store, state=State.RUNNING), 100)
     async with plotting(store) as (panel, pilot):
         await until(pilot, lambda: "[1 loss]" in shown(panel) and "average of 10" in shown(panel))
-        for number, measure in enumerate(MEASURES, 1):
+        for number, measure in enumerate(MEASURES[:COMMON], 1):
             await pilot.press(str(number))
             assert panel.choices.shown == (measure,)
-        await pilot.press("n")
-        assert panel.choices.measure == 0
+        await pilot.press("8", "n")
+        assert panel.choices.measure == 0, "there are no scores, and no loss to the base"
         await pilot.press("N", "up")
-        assert panel.choices.measure == len(MEASURES) - 3, (
-            "a loss to the base is passed: there is none"
-        )
+        assert panel.choices.measure == COMMON - 2
         await pilot.press("down", "j", "k", "a")
         assert panel.choices.everything
         assert "gradient norm" in shown(panel)
@@ -69,6 +68,21 @@ async def test_the_keys_of_what_is_shown_and_how(store: Store) -> None:
         assert "log scale · outliers included" in shown(panel)
         await pilot.press("u")
         assert "over time" in shown(panel)
+
+
+async def test_scores_have_tabs_where_there_are_any(store: Store) -> None:
+    job = add_job(store, state=State.RUNNING)
+    write_steps(job, 30)
+    append_events(job, *(Scores(n, clip_t=n / 100, dino_i=0.5).line() for n in (10, 20)))
+    async with plotting(store, (120, 30)) as (panel, pilot):
+        await until(pilot, lambda: "8 CLIP-T" in shown(panel) and "9 DINO-I" in shown(panel))
+        await pilot.press("9")
+        assert panel.choices.shown[0].name == "dino_i"
+        await pilot.press("8")
+        assert "[8 CLIP-T]" in shown(panel)
+        assert "CLIP-T 0.2000" in shown(panel)
+        await pilot.press("n", "n")
+        assert panel.choices.measure == 0, "no tab for CLIP-I"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ training images wins nothing. Of a video its middle frame is scored.
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -195,6 +196,8 @@ class Scorer:
                 values[score] = image_similarity(embedded, self._references[key])
             del scoring  # the next one needs its room
             give_back(self._run.world.device)
+        if bad := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise ValueError(f"{bad[0]} is not finite")
         return {name: values[name] for name in spec.validation_scores}
 
     def _held_out(self) -> list[Image.Image]:

@@ -24,7 +24,7 @@ from jobs.run.events import (
     Validation,
     Warned,
 )
-from jobs.run.judging import LOSS, UNMEASURED, Measurements
+from jobs.run.judging import LOSS, TITLES, UNMEASURED, Measurements
 from jobs.untrusted.text import harmless_value
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ class EventLog:
 
     def measured(self, by: str = "") -> Measurements:
         """Return what the run's checkpoints are judged by, or the measurements of a criterion."""
-        by = by or Start.read(self.notes.get(Start.kind, {})).best_by
-        if by == LOSS:
+        by = by or _read(Start, self).best_by
+        if by not in TITLES or by == LOSS:
             return Measurements(tuple(self.validations))
         values = ((step, scores[by]) for step, scores in self.scores if by in scores)
         return Measurements(tuple(values), by)

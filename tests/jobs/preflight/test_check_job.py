@@ -79,6 +79,19 @@ def test_a_hub_id_that_is_not_in_the_local_cache(job_values: dict[str, Any]) -> 
     assert "fsdp-tui fetch nobody-at-all/no-such-model" in text
 
 
+@pytest.mark.parametrize(
+    ("key", "score"), [("validation_clip_model", "clip_t"), ("validation_dino_model", "dino_i")]
+)
+def test_a_model_that_scores_samples_and_is_not_there(
+    job_values: dict[str, Any], key: str, score: str
+) -> None:
+    values = {"validation_prompts": ["a"], "validation_fraction": 0.5}
+    text = complaint(read(job_values, **values, validation_scores=[score]))
+    assert f"{key}: no such model: " in text
+    assert "`fsdp-tui fetch " in text
+    check_all(read(job_values, **values))
+
+
 def test_a_model_that_is_a_file(job_values: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "flux.safetensors"
     file.touch()

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jobs.run.eventlog import EventLog, Phase
+from jobs.run.judging import Measurements
 from jobs.run.rundir import event
 
 if TYPE_CHECKING:
@@ -264,6 +265,25 @@ def test_checkpoints_samples_and_warnings_are_collected(path: Path) -> None:
     assert log.checkpoints == [5, 10]
     assert [s["files"] for s in log.samples] == [["a.png"]]
     assert log.warnings == ["w"]
+
+
+def test_what_checkpoints_are_judged_by_is_what_the_latest_attempt_names(path: Path) -> None:
+    def scored(at: int, **scores: Any) -> str:
+        return event("scores", step=at, **scores)
+
+    append(path, scored(5, clip_t=0.2), scored(10, clip_t=0.3, dino_i=float("nan")))
+    append(path, event("validation", step=5, loss=1.0))
+    log = EventLog(path).read_all()
+    assert log.measured() == Measurements(((5, 1.0),))
+    append(path, event("start", step=10, best_by="clip_t"))
+    assert log.read_all().measured() == Measurements(((5, 0.2), (10, 0.3)), "clip_t")
+    assert log.measured("validation_loss").best() == (5, 1.0)
+    assert log.measured("dino_i").best() is None, "not finite"
+    append(path, event("start", step=7, best_by="clip_t"), scored(8, clip_t="x", clip_i=0.5))
+    assert log.read_all().measured() == Measurements(((5, 0.2),), "clip_t")
+    append(path, scored(5, clip_t=0.9), event("start", step=9, best_by=["no such"]))
+    assert log.read_all().measured() == Measurements(((5, 1.0),))
+    assert log.scores == [(5, {"clip_t": 0.9})]
 
 
 def test_validation_losses_are_replaced_by_those_of_a_later_attempt(path: Path) -> None:

@@ -153,7 +153,10 @@ def show(job_id: int, form: Form | None, public: bool, as_json: bool) -> None:
     facts["global_batch"], facts["accumulation"] = report.global_batch, report.accumulation
     facts["sharding"], facts["warnings"] = report.sharding, list(report.warnings)
     facts["validation"] = [[step, _finite(loss)] for step, loss in report.validations]
-    facts["scores"] = [[step, scores] for step, scores in report.scores]
+    facts["scores"] = [
+        [step, {name: _finite(score) for name, score in scores.items()}]
+        for step, scores in report.scores
+    ]
     facts["memory"] = {"measure": report.measure, "peaks": report.peaks}
     facts["prediction"] = predicted_facts(job.run_dir, report.measure, report.peaks)
     echo(json.dumps(facts) if as_json else describe(facts))

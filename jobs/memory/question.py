@@ -28,6 +28,7 @@ from jobs.machine.engine_tools import Cancelled, ToolError
 from jobs.memory.predicted import SCHEMA, Predicted
 from jobs.models.model_config import find_target
 from jobs.models.model_files import check_config
+from jobs.models.scorers import configs_of
 from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.families import FAMILIES
@@ -269,8 +270,9 @@ def key_of(spec: JobSpec, config: Mapping[str, Any] | None = None) -> str:
     facts = facts_of(type(spec))
     kept = {key: value for key, value in sorted(spec.to_dict().items()) if facts[key].memory}
     # The number of ranks matters, but must be normalized: several keys can spell it. Steps change
-    # no memory, but disk by the checkpoints that they leave.
-    counts = spec.num_processes, periodic_saves(spec)
+    # no memory, but disk by the checkpoints that they leave. Models that score samples are counted
+    # once they are here.
+    counts = spec.num_processes, periodic_saves(spec), *configs_of(spec)
     text = json.dumps([SCHEMA, engine_version(), *counts, kept, config], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 

@@ -5,6 +5,7 @@ They are models of transformers with their processor in one directory, not pipel
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
@@ -32,6 +33,17 @@ def scorers_of(spec: ValidationKeys) -> dict[str, str]:
     """Return the models that a job's scores need: key → path or hub name."""
     keys = [_READS[score] for score in spec.validation_scores] if spec.validation_prompts else []
     return {key: getattr(spec, key) for key in dict.fromkeys(keys)}
+
+
+def configs_of(spec: ValidationKeys) -> list[dict[str, Any] | None]:
+    """Return the configs of the models that a job's scores need; None for those not here."""
+    configs = []
+    for name in scorers_of(spec).values():
+        with suppress(SpecError):
+            configs.append(read_json(find_model(name) / "config.json"))
+            continue
+        configs.append(None)
+    return configs
 
 
 def is_scorer(config: dict[str, Any] | None) -> bool:

@@ -10,6 +10,8 @@ import pytest
 from engine.demo.judge import judge
 from jobs.machine.processes import with_run_id
 from jobs.queue.store import Store
+from jobs.run.eventlog import EventLog
+from tests.support.engine.scorers import write_demo_clip
 from tests.support.jobs.real_jobs import Bench
 from tui.cli import demo
 
@@ -34,6 +36,9 @@ def test_the_demo_learns_to_draw_hearts_and_keeps_what_it_could_draw(
         "lr_scheduler": "constant",
         "validation_steps": 0,
         "checkpointing_steps": 0,
+        "validation_scores": ["clip_t"],
+        "validation_clip_model": str(write_demo_clip(tmp_path / "clip")),
+        "checkpoints_best_by": "clip_t",
     }.items():
         monkeypatch.setitem(demo.JOB, name, value)
     said: list[str] = []
@@ -51,3 +56,6 @@ def test_the_demo_learns_to_draw_hearts_and_keeps_what_it_could_draw(
     assert before["hearts_right"] == 0
     assert after["hearts_right"] >= 3
     assert before["others_right"] == after["others_right"] == 2
+    scores = EventLog(job.run_dir.events).read_all().measured()
+    assert (scores.by, scores.best()) == ("clip_t", scores.values[-1]), "as the judge has it"
+    assert [step for step, _ in scores.values] == [0, STEPS]

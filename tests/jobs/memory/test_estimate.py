@@ -248,6 +248,22 @@ def test_a_prediction_is_asked_for_again_where_other_checkpoints_are_written() -
     assert key(num_train_epochs=2, **epochs) != key(num_train_epochs=3, **epochs)
 
 
+def test_a_model_that_scores_samples_makes_another_key_once_it_is_here(tmp_path: Path) -> None:
+    clip = tmp_path / "clip"
+    scored = {"validation_prompts": ["a"], "validation_clip_model": str(clip)}
+
+    def key(**changes: Any) -> str:
+        return question.key_of(job(**scored | changes), {"num_layers": 1})
+
+    scores = {"validation_scores": ["clip_t"]}
+    keys = {key(), key(**scores)}
+    clip.mkdir()
+    for width in (1, 2):
+        (clip / "config.json").write_text(f'{{"model_type": "clip", "width": {width}}}')
+        keys |= {key(), key(**scores)}
+    assert len(keys) == 4, "without scores it is all the same"
+
+
 def test_a_cache_keeps_only_the_newest(home: Path) -> None:
     for number in range(5):
         question.remember(f"{number}", fake(job(strategy="single", num_processes=1)))

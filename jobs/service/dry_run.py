@@ -36,6 +36,8 @@ _OVERRIDES: Final[Mapping[str, Any]] = {
     "checkpointing_steps": 0,
     "validation_prompts": [],
     "validation_fraction": 0.0,
+    "validation_scores": [],
+    "checkpoints_best_by": "validation_loss",
     "export_formats": None,
     "resume_from_checkpoint": None,
     "both_experts": False,

@@ -399,7 +399,12 @@ def test_two_steps_are_measured_and_nothing_is_left(
 ) -> None:
     monkeypatch.setattr("jobs.service.dispatch", lambda store: None)
     runs = FakeRuns(store, monkeypatch, (State.RUNNING, ""))
-    spec = job(validation_prompts=[{"prompt": "a cat"}], checkpointing_steps=5)
+    spec = job(
+        validation_prompts=[{"prompt": "a cat"}],
+        validation_scores=["clip_t"],
+        checkpoints_best_by="clip_t",
+        checkpointing_steps=5,
+    )
     told: list[str] = []
     found = dry_run.measure(store, spec, told.append)
     assert (found.strategy, found.measure, found.out_of_memory) == ("fsdp2", "allocated", False)

@@ -34,7 +34,7 @@ from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.train_state import TrainState
 from jobs.errors import DiskFullError, UserError
 from jobs.run.checkpoint_files import STATE_FILE, find_damage, list_checkpoints, read_checkpoint
-from jobs.run.events import Validation
+from jobs.run.events import Scores, Validation
 from jobs.run.rundir import RunDir
 from tests.support.engine.toy_jobs import ALONE, build, inputs, toy_spec, trained_digest
 from tests.support.engine.toy_jobs import save_checkpoint as save
@@ -355,11 +355,14 @@ def test_only_the_newest_checkpoints_are_kept(
     assert all(e["bytes"] > 0 for e in events(run_dir, "checkpoint"))
 
 
+@pytest.mark.parametrize("by", ["validation_loss", "clip_t"])
 def test_the_limit_deletes_no_checkpoint_of_the_best(
-    toy: Path, run_dir: RunDir, saver_of: Callable[[JobSpec], checkpoint.Saver]
+    toy: Path, run_dir: RunDir, saver_of: Callable[[JobSpec], checkpoint.Saver], by: str
 ) -> None:
-    """Each loss is measured after its checkpoint; a resume knows those of before."""
-    spec = toy_spec(toy, checkpoints_total_limit=1, checkpoints_keep_best=2)
+    """Each is judged after it was saved; a resume knows what was measured before."""
+    keys: dict[str, Any] = {"validation_prompts": ["a"], "validation_scores": ["clip_t"]}
+    keys |= {"checkpoints_total_limit": 1, "checkpoints_keep_best": 2, "checkpoints_best_by": by}
+    spec = toy_spec(toy, **keys)
     training, losses = training_of(toy, spec), {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0, 5: 0.5, 6: 9.0}
 
     def steps_after(*steps: int) -> list[int]:
@@ -367,8 +370,10 @@ def test_the_limit_deletes_no_checkpoint_of_the_best(
         for training.step in steps:
             saver.save(training)
             saver.finish()
+            loss = losses[training.step]
             with run_dir.events.open("a") as file:
-                file.write(Validation(training.step, losses[training.step]).line())
+                file.write(Validation(training.step, loss if by == "validation_loss" else 1).line())
+                file.write(Scores(training.step, clip_t=-loss / 9).line())
         return [step for step, _ in run_dir.complete_checkpoints()]
 
     assert steps_after(1, 2, 3) == [1, 2, 3]

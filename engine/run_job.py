@@ -44,6 +44,7 @@ from engine.ranks.world import World, leave_world, start_world, stay_near_gpu
 from engine.run_context import RunContext
 from engine.sample.class_images import add_class_images
 from engine.train.ema import Ema
+from engine.train.muon import hidden_matrices
 from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.optimizer_step import Stepper
 from engine.train.train_state import TrainState
@@ -291,7 +292,8 @@ def start_training(spec: RecipeKeys, model: torch.nn.Module, world: World) -> Tr
     names = get_family(spec.model_family).text_lora
     texts = [p for n, p in trained.items() if n.partition(".")[0] in names]
     others = [p for n, p in trained.items() if n.partition(".")[0] not in names]
-    optimizer = build_optimizer(spec, others, world.device, texts)
+    matrices = hidden_matrices(model, spec) if spec.optimizer == "muon" else {}
+    optimizer = build_optimizer(spec, others, world.device, texts, matrices.values())
     ema = Ema(trained, spec.ema_decay, on_cpu=spec.ema_device == "cpu") if spec.use_ema else None
     fp16 = spec.mixed_precision == "fp16"
     scaler = torch.amp.GradScaler(world.device.type) if fp16 else None

@@ -10,6 +10,7 @@ from engine.memory.tracing.live import BLOCK, rounded
 from engine.memory.walk import Walk, cost_of, layout_of, swapped_of, work_and_traffic
 from engine.model.precision import compute_dtype
 from engine.train.gradients import BUCKET, UNDER_WAY
+from engine.train.muon import flops_of, rounds_of
 from jobs.errors import UserError
 from jobs.memory.predicted import TITLES, Parts, Phase, Predicted
 from jobs.spec.rules.averages import SCHEDULE_FREE
@@ -100,10 +101,14 @@ class Trained:
     Attributes:
         numel: Number of elements on this rank.
         shape: Shape of the full parameter.
+        matrix: Whether muon orthogonalizes its momentum.
+        sharded: Whether other ranks have other parts of it.
     """
 
     numel: int
     shape: tuple[int, ...]
+    matrix: bool = False
+    sharded: bool = False
 
     @property
     def size(self) -> int:
@@ -116,8 +121,23 @@ def state_bytes(spec: TrainingKeys, trained: Sequence[Trained]) -> int:
     return sum(_STATES[spec.optimizer](parameter) for parameter in trained)
 
 
-def temporary_bytes(spec: TrainingKeys, trained: Sequence[Trained], *, on_cuda: bool) -> int:
-    """Return the most that an optimizer step allocates temporarily."""
+def temporary_bytes(
+    spec: RecipeKeys,
+    trained: Sequence[Trained],
+    *,
+    on_cuda: bool,
+    shards: int = 1,
+    replicas: int = 1,
+) -> int:
+    """Return the most that an optimizer step allocates temporarily.
+
+    Args:
+        spec: The job.
+        trained: What a rank has of the trained parameters.
+        on_cuda: Whether they are on a GPU.
+        shards: Ranks that share a copy of the sharded ones.
+        replicas: Copies of these.
+    """
     sizes = [parameter.size for parameter in trained]
     if not sizes:
         return 0
@@ -139,6 +159,11 @@ def temporary_bytes(spec: TrainingKeys, trained: Sequence[Trained], *, on_cuda: 
         case "came":
             # Likewise, for two tensors of the previous parameter.
             return max(max((2 * a + 2 * b for a, b in pairwise(sizes)), default=0), 3 * most)
+        case "muon":
+            return max(
+                _of_rounds(shapes, _muon_width(spec), *team)
+                for team, shapes in _teams(trained, shards, replicas).items()
+            )
         case "adamw_8bit":
             return 0 if on_cuda else 6 * most  # compiled into one kernel on CUDA, eager on the CPU
     return 0  # fused AdamW needs no temporary memory
@@ -146,6 +171,62 @@ def temporary_bytes(spec: TrainingKeys, trained: Sequence[Trained], *, on_cuda: 
 
 def _adamw(parameter: Trained) -> int:
     return 2 * parameter.size + BLOCK  # the fused version keeps the step count on the device
+
+
+def _muon(parameter: Trained) -> int:
+    return parameter.size if parameter.matrix else _adamw(parameter)
+
+
+def _muon_width(spec: RecipeKeys) -> int:
+    """Return the bytes of a number that matrices are sent and orthogonalized in."""
+    return 4 if spec.mixed_precision == "no" else 2
+
+
+def _teams(
+    trained: Sequence[Trained], shards: int, replicas: int
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return (shards, replicas) → shapes of the matrices that these ranks orthogonalize."""
+    teams: dict[tuple[int, int], list[tuple[int, int]]] = {(1, 1): []}
+    for parameter in trained:
+        if parameter.matrix:
+            team = (shards, replicas) if parameter.sharded else (1, shards * replicas)
+            rows, columns = parameter.shape
+            teams.setdefault(team, []).append((rows, columns))
+    return teams
+
+
+def _of_rounds(shapes: Sequence[tuple[int, int]], width: int, shards: int, replicas: int) -> int:
+    """Return the peak memory of orthogonalizing matrices, on the rank that has the most of them.
+
+    Follows `engine.train.muon`: while a round is computed, the next one comes in and the results of
+    the one before go out.
+    """
+    ranks = shards * replicas
+    sizes = []
+    for chosen in rounds_of(shapes, ranks):
+        (rows, columns), count = shapes[chosen[0]], len(chosen)
+        mine = -(-count // ranks)
+        of_replica = count // ranks * shards + min(count % ranks, shards)
+        sent = rounded(width * of_replica * -(-rows // shards) * columns)
+        gram = rounded(width * mine * min(rows, columns) ** 2)
+        # Replicas that own fewer matrices fill up what they send.
+        filled = rounded(width * (mine - 1) * rows * columns) if count % ranks else 0
+        sizes.append((sent, rounded(width * mine * rows * columns), gram, mine > 1, filled))
+    most = behind = shared = 0
+    for place, (sent, whole, gram, several, filled) in enumerate(sizes):
+        arrived = sent + whole * (shards > 1)
+        coming = 0
+        if ranks > 1 and place + 1 < len(sizes):
+            coming = sizes[place + 1][0] + sizes[place + 1][1] * (shards > 1)
+        joined = whole * (1 + several) * (shards > 1)
+        shared_out = (replicas > 1) * (replicas * sent + filled)
+        leaving = joined + sent if shards > 1 else whole + shared_out
+        most = max(most, behind + coming + max(arrived, joined, 2 * (whole + gram), leaving))
+        going = whole + (sent if shards > 1 else replicas * sent) if ranks > 1 else 0
+        # HSDP's replicas get theirs when the shards are back.
+        most = max(most, coming + going + shared)
+        behind, shared = going, (1 + replicas) * sent if shards > 1 and replicas > 1 else 0
+    return max(most, shared)
 
 
 def _adafactor(parameter: Trained) -> int:
@@ -179,6 +260,7 @@ _STATES: Final[dict[str, Callable[[Trained], int]]] = {
     "prodigy": lambda parameter: 4 * parameter.size,
     "adafactor": _adafactor,
     "came": _came,
+    "muon": _muon,
 }
 
 
@@ -299,6 +381,8 @@ def predict(
     peak = max(phase.peak for phase in phases.values())
     numbers = sum(parameter.numel for parameter in trained)
     work = work_and_traffic(trace, spec, layout, ranks, trained=numbers, state=own_state)
+    if spec.optimizer == "muon":
+        work["step"] |= _muon_work(spec, trained, max(1, layout.shards), ranks)
     return Predicted(
         model=trace.model,
         parameters=trace.parameters,
@@ -327,11 +411,27 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
     replicas: there, a missing gradient counts as zero (`engine.train.gradients`).
     """
     return [
-        Trained(layout.local(weight), weight.shape)
+        Trained(layout.local(weight), weight.shape, weight.matrix, layout.is_sharded(weight))
         for unit in trace.units
         for weight in unit.weights
         if weight.trained and not (weight.unused and layout.is_sharded(weight))
     ]
+
+
+def _muon_work(
+    spec: RecipeKeys, trained: Sequence[Trained], shards: int, ranks: int
+) -> dict[str, int]:
+    """Return a rank's products of an orthogonalization, and the bytes that it exchanges for it."""
+    flops, exchanged = 0, 0.0
+    for (split, copies), shapes in _teams(trained, shards, ranks // shards).items():
+        together = split * copies
+        for chosen in rounds_of(shapes, together):
+            flops += -(-len(chosen) // together) * flops_of(shapes[chosen[0]])
+        total = _muon_width(spec) * sum(rows * columns for rows, columns in shapes)
+        exchanged += 2 * total / together * (split - 1) / split  # to the owners, and back
+        exchanged += total / split * (copies - 1) / copies
+    kind = "single" if spec.mixed_precision == "no" else "half"
+    return {kind: flops, "exchanged": round(exchanged)}
 
 
 def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
@@ -348,7 +448,7 @@ def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:
 
 
 def _workspace(
-    spec: TrainingKeys,
+    spec: RecipeKeys,
     trace: Trace,
     layout: Layout,
     trained: Sequence[Trained],
@@ -357,7 +457,7 @@ def _workspace(
     on_cuda: bool,
 ) -> int:
     """Return the peak memory of an optimizer step, excluding gradients."""
-    if layout.offload:
+    if layout.offload and spec.optimizer != "muon":  # whose matrices come to the device
         trained = [
             Trained(w.numel, w.shape)
             for unit in trace.units
@@ -365,7 +465,13 @@ def _workspace(
             if w.trained and not layout.is_sharded(w)
         ]
     return max(
-        temporary_bytes(spec, trained, on_cuda=on_cuda),
+        temporary_bytes(
+            spec,
+            trained,
+            on_cuda=on_cuda,
+            shards=max(1, layout.shards),
+            replicas=ranks // max(1, layout.shards),
+        ),
         _averaging(trace, layout) if ranks > 1 else 0,
     )
 

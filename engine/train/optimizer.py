@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from engine.model.files.weights import local_part
 from engine.train.gradients import buckets, owners_of, parts_of
+from engine.train.muon import Muon
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.conflicts import WHOLE_ONLY
@@ -28,7 +29,7 @@ from jobs.spec.rules.lora_conflicts import ONE_RATE
 from jobs.spec.rules.steps import steps_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -196,6 +197,9 @@ _NO_SHARDS_HINT: Final = (
 )
 _INSTALL_HINT: Final = "pip install 'fsdp-tui[optimizers]'"
 
+# Optimizers that split a step into parts themselves, if they need to.
+_IN_PARTS: Final = ("prodigy", "muon")
+
 # Lion's own: with Adam's 0.999 its sign would follow gradients of a thousand steps ago.
 _LION_BETAS: Final = (0.9, 0.99)
 
@@ -205,6 +209,7 @@ def build_optimizer(
     parameters: Sequence[torch.nn.Parameter],
     device: torch.device,
     texts: Sequence[torch.nn.Parameter] = (),
+    matrices: Collection[torch.nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
     """Build the job's optimizer over the trained parameters (plain, `DTensor`, or both).
 
@@ -217,6 +222,7 @@ def build_optimizer(
         parameters: Trained parameters; on `device`, or on the CPU under FSDP's offload.
         device: Where this rank computes.
         texts: Trained parameters of text encoders; plain.
+        matrices: Those that muon orthogonalizes, see `engine.train.muon.hidden_matrices`.
 
     Raises:
         UserError: The optimizer's package is missing, or it is wrong on sharded parameters.
@@ -229,19 +235,22 @@ def build_optimizer(
         )
     everything = [*parameters, *texts]
     if not texts or spec.optimizer in ONE_RATE:
-        optimizer = _build(spec, everything, device)
+        optimizer = _build(spec, everything, device, matrices)
     else:
         rate = spec.text_encoder_learning_rate or spec.learning_rate
         groups = [{"params": list(parameters)}, {"params": list(texts), "lr": rate}]
-        optimizer = _build(spec, groups, device)
+        optimizer = _build(spec, groups, device, matrices)
     parts = _small_parts_of if spec.optimizer == SCHEDULE_FREE else parts_of
-    if len(parts(everything)) > 1 and spec.optimizer != "prodigy":  # which has its own parts
+    if len(parts(everything)) > 1 and spec.optimizer not in _IN_PARTS:
         _step_in_parts(optimizer, parts)
     return optimizer
 
 
 def _build(
-    spec: TrainingKeys, parameters: Sequence[Any], device: torch.device
+    spec: RecipeKeys,
+    parameters: Sequence[Any],
+    device: torch.device,
+    matrices: Collection[torch.nn.Parameter],
 ) -> torch.optim.Optimizer:
     common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     adam: dict[str, Any] = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
@@ -252,6 +261,9 @@ def _build(
         # foreach needs one more fp32 copy of the shard at its peak; fused does not
         fused = device.type in ("cuda", "cpu")
         return torch.optim.AdamW(parameters, fused=fused, **common, **adam)
+    if spec.optimizer == "muon":
+        dtype = torch.float32 if spec.mixed_precision == "no" else torch.bfloat16
+        return Muon(parameters, matrices, device, dtype, **common, **adam)
     if spec.optimizer == "adafactor":
         # Transformers' rather than torch's, whose rate is relative to the parameters' size:
         # there, a learning_rate that suits the other optimizers would train next to nothing.
@@ -355,6 +367,10 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     empty = [p for p in parameters if not optimizer.state.get(p)]
+    if isinstance(optimizer, Muon):
+        for parameter in empty:
+            optimizer.begin(parameter)
+        return
     if not empty:
         return
     gradients = [p.grad for p in parameters]

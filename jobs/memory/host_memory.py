@@ -27,6 +27,7 @@ STATE_BYTES: Final[dict[str, int]] = {
     "came": 4,
     "adafactor": 0,
     "prodigy": 16,
+    "muon": 4,
 }
 _MASTER_AND_GRADIENT: Final = 8  # both in fp32
 

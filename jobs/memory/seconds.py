@@ -206,7 +206,7 @@ def seconds_of(
         for name in PARTS
     }
     moved = times * (forward["linked"] + backward["linked"]) + step["linked"]
-    moved += more * base.get("linked", 0)
+    moved += more * base.get("linked", 0) + step.get("exchanged", 0)
     return Seconds(low, max(low, high), parts, link, int(moved))
 
 
@@ -248,15 +248,18 @@ def _parts(work: Mapping[str, int], card: Card, link: Link) -> dict[str, Band]:
     attention = work.get("attention", 0) / ((card.flash or card.half) * 1e12)
     of_memory = work.get("bytes", 0) / (card.bandwidth * 1e9)
     optimizer = "host_bytes" in work
+    computed = _sum(_taken(products, _PRODUCTS), _taken(attention, _ATTENTION))
+    exchanged = _taken(work.get("exchanged", 0), link.rates)  # while it computes
+    orthogonalized = (max(computed[0], exchanged[0]), max(computed[1], exchanged[1]))
     memory = _taken(of_memory, _MEMORY)
     on_host = _taken(work.get("host_bytes", 0), _HOST_MEMORY)
     kernels = work.get("kernels", 0)
     return {
-        "products": _sum(_taken(products, _PRODUCTS), _taken(attention, _ATTENTION)),
+        "products": (0.0, 0.0) if optimizer else computed,
         "memory": (0.0, 0.0) if optimizer else memory,
         "links": _taken(work.get("linked", 0), link.rates),
         "copies": _taken(work.get("copied", 0), link.host),
-        "optimizer": _sum(memory, on_host) if optimizer else (0.0, 0.0),
+        "optimizer": _sum(_sum(memory, on_host), orthogonalized) if optimizer else (0.0, 0.0),
         "launches": (kernels * _LAUNCH[0], kernels * _LAUNCH[1]),
     }
 

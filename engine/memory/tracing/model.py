@@ -7,7 +7,7 @@ with every parameter as it is when its unit is gathered.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +27,7 @@ from engine.model.precision import compute_dtype, computes_alone, narrow_inputs,
 from engine.model.quantized_linear import base_precision, quantize_layers, weights_per_element
 from engine.parallel.sharding import build_plugin, modules_to_wrap
 from engine.run_job import kept_whole
+from engine.train.muon import hidden_matrices
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.models.model_config import find_target
@@ -185,6 +186,7 @@ class Weight:
         fp32: Whether full training computes with it in fp32, so that it is replicated on all ranks.
         unused: Whether it gets no gradient although it is trained.
         per_element: Model weights per element if packed, else 1.
+        matrix: Whether muon orthogonalizes its momentum.
     """
 
     name: str
@@ -196,6 +198,7 @@ class Weight:
     fp32: bool
     unused: bool = False
     per_element: int = 1
+    matrix: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -351,8 +354,12 @@ def _units(
     chosen = modules_to_wrap(model, spec, plugin, whole)
     names = {module: name for name, module in model.named_modules()}
     packed = weights_per_element(model)
+    matrices = hidden_matrices(model, spec)
     of_parameter = {
-        parameter: _weight(name, parameter, shape, fp32, packed.get(id(parameter), 1))
+        parameter: replace(
+            _weight(name, parameter, shape, fp32, packed.get(id(parameter), 1)),
+            matrix=name in matrices,
+        )
         for name, parameter in model.named_parameters()
     }
     taken: set[torch.nn.Parameter] = set()

@@ -115,14 +115,14 @@ class TrainingKeys(Keys):
     optimizer: Annotated[Optimizer, choice(Optimizer)] = field(
         "adamw",
         OPTIMIZER,
-        "Optimizer; all but adamw, sgd and adafactor need the extra `fsdp-tui[optimizers]`.",
+        "Optimizer; all but adamw, sgd, muon and adafactor need the extra `fsdp-tui[optimizers]`.",
         resume="impossible",
         mismatch="the optimizer state differs",
     )
     adam_beta1: float = field(
         0.9,
         OPTIMIZER,
-        "Beta 1 of adamw, adamw_8bit, adamw_schedule_free, prodigy.",
+        "Beta 1 of adamw, adamw_8bit, adamw_schedule_free, prodigy, and of muon's AdamW.",
         resume="changes",
         no_effect=not_adam,
         memory=False,
@@ -132,7 +132,7 @@ class TrainingKeys(Keys):
     adam_beta2: float = field(
         0.999,
         OPTIMIZER,
-        "Beta 2 of adamw, adamw_8bit, adamw_schedule_free, prodigy.",
+        "Beta 2 of adamw, adamw_8bit, adamw_schedule_free, prodigy, and of muon's AdamW.",
         resume="changes",
         no_effect=not_adam,
         memory=False,
@@ -142,7 +142,7 @@ class TrainingKeys(Keys):
     adam_epsilon: float = field(
         1e-8,
         OPTIMIZER,
-        "Epsilon of adamw, adamw_8bit, adamw_schedule_free, prodigy.",
+        "Epsilon of adamw, adamw_8bit, adamw_schedule_free, prodigy, and of muon's AdamW.",
         resume="changes",
         no_effect=not_adam,
         memory=False,

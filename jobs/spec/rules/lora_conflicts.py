@@ -86,6 +86,13 @@ def _lokr(spec: RecipeKeys) -> Conflict | None:
         return Conflict(
             "lora_init", f"{spec.lora_init} is not supported with lora_variant: lokr", named=True
         )
+    if spec.optimizer == "muon":
+        return Conflict(
+            "optimizer",
+            "muon has no whole matrices to train in the Kronecker products of lora_variant: lokr; "
+            "use adamw",
+            named=True,
+        )
     return None
 
 

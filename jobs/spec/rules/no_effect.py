@@ -200,7 +200,7 @@ def not_fp8(spec: RecipeKeys) -> str:
 
 
 def not_adam(spec: TrainingKeys) -> str:
-    fits = spec.optimizer in ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy")
+    fits = spec.optimizer in ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy", "muon")
     return "" if fits else f"optimizer: {spec.optimizer} has none"
 
 

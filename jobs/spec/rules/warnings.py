@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # the rate by its own estimate; a schedule-free optimizer averages larger steps out. With sgd the
 # change depends on the gradients, so any rate may be right.
 _RATES: Final = {
-    **dict.fromkeys(("adamw", "adamw_8bit", "adafactor", "came"), (1e-8, 1e-2)),
+    **dict.fromkeys(("adamw", "adamw_8bit", "adafactor", "came", "muon"), (1e-8, 1e-2)),
     "lion": (1e-9, 3e-3),
     SCHEDULE_FREE: (1e-8, 5e-2),
     "prodigy": (0.05, 5.0),

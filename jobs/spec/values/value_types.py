@@ -21,7 +21,15 @@ ModelType = Literal["lora", "full"]
 Strategy = Literal["auto", "single", "ddp", "fsdp2", "hsdp"]
 Precision = Literal["no", "bf16", "fp16"]
 Optimizer = Literal[
-    "adamw", "sgd", "adafactor", "adamw_8bit", "adamw_schedule_free", "prodigy", "lion", "came"
+    "adamw",
+    "sgd",
+    "adafactor",
+    "adamw_8bit",
+    "adamw_schedule_free",
+    "prodigy",
+    "lion",
+    "came",
+    "muon",
 ]
 LRScheduler = Literal[
     "constant",

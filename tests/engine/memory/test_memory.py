@@ -188,6 +188,7 @@ OPTIMIZERS: Final = (
     "adamw_8bit",
     "adamw_schedule_free",
     "came",
+    "muon",
 )
 
 
@@ -200,7 +201,8 @@ def test_an_optimizer_takes_what_the_real_one_does(toy: Path, name: str) -> None
     with Live() as live:
         for parameter in parameters:
             live.ignore(parameter)
-        optimizer = build_optimizer(spec, parameters, torch.device("cpu"))
+        matrices = [p for p in parameters if p.ndim == 2]
+        optimizer = build_optimizer(spec, parameters, torch.device("cpu"), matrices=matrices)
         for _ in range(2):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
@@ -209,7 +211,7 @@ def test_an_optimizer_takes_what_the_real_one_does(toy: Path, name: str) -> None
             optimizer.step()
         gradients = sum(rounded(4 * p.numel()) for p in parameters)
         state = live.activations - gradients
-    trained = [Trained(p.numel(), tuple(p.shape)) for p in parameters]
+    trained = [Trained(p.numel(), tuple(p.shape), matrix=p.ndim == 2) for p in parameters]
     # Sums and steps that a library keeps as tensors on the way: some blocks each.
     slack = 512 * 4 * len(shapes)
     assert state_bytes(spec, trained) == pytest.approx(state, abs=slack)
@@ -258,6 +260,7 @@ def estimator() -> Estimator:
         ({"train_batch_size": 4}, "activations", 1.95, 2.0),
         ({"resolution": 256}, "activations", 3.0, 4.0),  # four times the pixels, the same texts
         ({"optimizer": "lion"}, "optimizer", 0.48, 0.5),  # one moment of two
+        ({"optimizer": "muon"}, "optimizer", 0.5, 0.65),  # one of matrices in blocks
         ({"use_ema": True}, "optimizer", 1.48, 1.5),
         ({"fsdp_cpu_offload": True}, "parameters", 0.0, 0.0),
         ({"fsdp_reshard_after_forward": False}, "gathered", 1.1, 1.3),

@@ -26,6 +26,7 @@ from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.ranks.optim import (
     BATCH,
+    COLLECTIVE,
     CPU,
     OFFLOADED,
     RATES,
@@ -46,7 +47,7 @@ SHARDING = [name for name in RATES if name not in WHOLE_ONLY]
 # Lion takes signs, so it is exact or off by a whole step. 8 bits round such a difference up to a
 # neighbouring code now and then: about a hundredth of the parameters' way of 0.1 in ten steps.
 TOLERANCE = {"adamw": 1e-5, "sgd": 1e-6, "lion": 1e-6, "adamw_8bit": 3e-3, "prodigy": 1e-5}
-TOLERANCE["adamw_schedule_free"] = 1e-5
+TOLERANCE |= {"adamw_schedule_free": 1e-5, "muon": 1e-5}
 
 
 @pytest.mark.parametrize("end", [0.0, 1e-5])
@@ -109,10 +110,16 @@ def test_adapters_begin_as_pefts_do(how: Any, pefts: Any, deviation: float) -> N
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ranks leave what they found."""
     directory = tmp_path_factory.mktemp("ranks")
     start_ranks(work, 2, directory).join()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(directory: Path) -> list[dict[str, Any]]:
+    """What each rank found."""
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -272,7 +279,7 @@ def test_eight_bit_state_cut_through_a_block_is_explained() -> None:
     [
         *((name, "parity") for name in SHARDING),
         *((name, "offload") for name in OFFLOADED),
-        *(("prodigy", how) for how in REPLICAS),
+        *((name, how) for how in REPLICAS for name in COLLECTIVE),
     ],
 )
 def test_shards_train_like_whole_tensors(
@@ -300,6 +307,24 @@ def test_a_resumed_run_on_shards_goes_on_bit_for_bit(
 ) -> None:
     for rank in ranks:
         assert rank["round_trip"][name] == {"before": True, "after": True}
+
+
+@pytest.mark.parametrize("name", COLLECTIVE)
+def test_one_rank_resumes_what_two_have_saved(directory: Path, name: str) -> None:
+    """With every number as it was saved, and on the way that two ranks take."""
+    later, states = torch.load(directory / f"{name}-whole.pt")
+    saved, run = Run(name, "whole"), Run(name, "whole")
+    saved.advance(3)
+    run.load(directory / f"{name}-shards", saved)
+    (group,) = run.optimizer.param_groups
+    for parameter, wanted in zip(group["params"], states, strict=True):
+        found = run.optimizer.state[parameter]
+        assert found.keys() == wanted.keys()
+        assert all(
+            torch.equal(torch.as_tensor(found[n]), torch.as_tensor(wanted[n])) for n in found
+        )
+    run.advance(1)
+    assert largest(run.whole(), later) < TOLERANCE[name]
 
 
 @pytest.mark.parametrize("name", WHOLE_ONLY)

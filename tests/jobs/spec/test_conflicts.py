@@ -298,6 +298,11 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "batch_shares",
             "each share is 1 or more",
         ),
+        (
+            {"optimizer": "muon", "lora_variant": "lokr"},
+            "optimizer",
+            "muon has no whole matrices to train",
+        ),
         ({"batch_shares": "16GB:0"}, "batch_shares", "each share is 1 or more"),
         (
             {"batch_shares": {16: 1}, "num_processes": 2, "strategy": "fsdp2"},
@@ -552,7 +557,9 @@ def test_fp16_is_warned_about_where_it_is_known_to_be_too_narrow(name: str) -> N
 
 # Rates that people train with, and one that is another optimizer's.
 RATES = {
-    **dict.fromkeys(("adamw", "adamw_8bit", "adafactor", "came"), ((1e-6, 1e-4, 5e-3), 1.0)),
+    **dict.fromkeys(
+        ("adamw", "adamw_8bit", "adafactor", "came", "muon"), ((1e-6, 1e-4, 5e-3), 1.0)
+    ),
     "adamw_schedule_free": ((1e-5, 1e-3, 1e-2), 1.0),
     "lion": ((1e-7, 3e-5, 1e-3), 0.1),
     "prodigy": ((0.1, 1.0, 2.0), 10.0),

@@ -176,7 +176,7 @@ def test_a_flag_that_replaces_a_key_takes_its_line_away(tmp_path: Path) -> None:
         (
             "optimizer: adam",
             'optimizer: "adam" is not one of adamw, sgd, adafactor, adamw_8bit, '
-            'adamw_schedule_free, prodigy, lion, came (did you mean "adamw"?)',
+            'adamw_schedule_free, prodigy, lion, came, muon (did you mean "adamw"?)',
         ),
         ("strategy: fsdp", '(did you mean "fsdp2"?)'),
         ("name: a b", "name: use letters, digits, dot, dash and underscore"),

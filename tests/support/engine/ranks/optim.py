@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 RATES = {"adamw": 1e-2, "adamw_8bit": 1e-2, "sgd": 0.1, "lion": 1e-3, "prodigy": 1.0}
 RATES["adamw_schedule_free"] = 1e-2
-RATES |= {"adafactor": 1e-2, "came": 5e-4}
+RATES |= {"adafactor": 1e-2, "came": 5e-4, "muon": 1e-2}
 STEPS = {"prodigy": 100}  # it starts at a millionth of the rate
-OFFLOADED = ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy")
+OFFLOADED = ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy", "muon")
+COLLECTIVE = ("prodigy", "muon")  # whose steps add up or exchange something
 BATCH = 8
 # Replicas, and ranks of each, under HSDP.
 REPLICAS = {"two replicas": (2, 1), "one replica": (1, 2)}
@@ -78,11 +80,14 @@ class Run:
         self.spec = JobSpec(
             optimizer=name,
             learning_rate=RATES[name],
+            mixed_precision="no",
             weight_decay=0.01,
             lr_scheduler="cosine",
             max_train_steps=200,
         )
-        self.optimizer = build_optimizer(self.spec, list(self.model.parameters()), CPU)
+        parameters = list(self.model.parameters())
+        matrices = [p for p in parameters if p.ndim == 2]
+        self.optimizer = build_optimizer(self.spec, parameters, CPU, matrices=matrices)
         self.scheduler = build_scheduler(self.spec, self.optimizer)
         self.done = 0
 
@@ -167,6 +172,23 @@ def round_trip(name: str, how: str, path: Path) -> dict[str, bool]:
     return {"before": same_early, "after": saved.equals(alone) and late.equals(alone)}
 
 
+def save_whole(name: str, path: Path) -> None:
+    """Save a run on shards after its third step, and what it then has, unsharded."""
+    run = Run(name, "sharded")
+    run.advance(3)
+    run.save(path / f"{name}-shards")
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    states = [run.optimizer.state[p] for p in parameters]
+    whole = [
+        {n: v.full_tensor() if isinstance(v, DTensor) else deepcopy(v) for n, v in state.items()}
+        for state in states
+    ]
+    run.advance(1)
+    later = run.whole()
+    if dist.get_rank() == 0:
+        torch.save([later, whole], path / f"{name}-whole.pt")
+
+
 def largest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     """The largest difference of two models' parameters."""
     return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
@@ -233,8 +255,9 @@ def work(rank: int, _: int, directory: Path) -> None:
     result = {
         "parity": {name: parity(name, "sharded") for name in sharding},
         "offload": {name: parity(name, "offload") for name in OFFLOADED},
-        **{how: {"prodigy": parity("prodigy", how)} for how in REPLICAS},
+        **{how: {name: parity(name, how) for name in COLLECTIVE} for how in REPLICAS},
         "round_trip": {name: round_trip(name, "sharded", directory) for name in sharding},
+        "saved": {name: save_whole(name, directory) for name in COLLECTIVE},
         "overflow": {name: overflow(name) for name in ("adamw", "sgd", "prodigy")},
         "refusal": {name: refusal(name) for name in WHOLE_ONLY},
     }

@@ -422,16 +422,18 @@ def _muon_work(
     spec: RecipeKeys, trained: Sequence[Trained], shards: int, ranks: int
 ) -> dict[str, int]:
     """Return a rank's products of an orthogonalization, and the bytes that it exchanges for it."""
-    flops, exchanged = 0, 0.0
+    flops = exchanged = 0
     for (split, copies), shapes in _teams(trained, shards, ranks // shards).items():
         together = split * copies
         for chosen in rounds_of(shapes, together):
-            flops += -(-len(chosen) // together) * flops_of(shapes[chosen[0]])
-        total = _muon_width(spec) * sum(rows * columns for rows, columns in shapes)
-        exchanged += 2 * total / together * (split - 1) / split  # to the owners, and back
-        exchanged += total / split * (copies - 1) / copies
+            (rows, columns), count = shapes[chosen[0]], len(chosen)
+            mine, here = -(-count // together), -(-rows // split)
+            of_replica = count // together * split + min(count % together, split)
+            flops += mine * flops_of((rows, columns))
+            sent = here * (of_replica - mine) + (rows - here) * mine  # to the owners, and back
+            exchanged += (sent + (copies - 1) * here * of_replica) * columns
     kind = "single" if spec.mixed_precision == "no" else "half"
-    return {kind: flops, "exchanged": round(exchanged)}
+    return {kind: flops, "exchanged": _muon_width(spec) * exchanged}
 
 
 def _second_denoiser(spec: RecipeKeys, trace: Trace, layout: Layout) -> int:

@@ -95,6 +95,7 @@ JOBS: Final = (
         "fsdp2 full": Job(
             2, FSDP | FULL | SAMPLED | {"checkpointing_steps": 1, "checkpointing_async": True}
         ),
+        "muon": Job(2, FSDP | FULL | {"optimizer": "muon"}),
         "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
         "lokr": Job(2, FSDP | {"lora_variant": "lokr", "lora_rank": 2} | SAMPLED),
         "lokr on one": Job(1, {"lora_variant": "lokr", "lora_rank": 2}, resumes="lokr"),
@@ -224,6 +225,7 @@ WITH_BUDGET: Final = (
     "ddp full",
     "fsdp2",
     "fsdp2 full",
+    "muon",
     "cpu offload",
     "ema",
     "ema on the cpu",

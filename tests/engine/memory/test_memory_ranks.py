@@ -66,20 +66,23 @@ ON_TWO: Final[dict[str, dict[str, Any]]] = {
     "lokr sharded": SHARDED | {"lora_variant": "lokr", "lora_placement": "sharded"},
     "full checkpointed": SHARDED | FULL | {"gradient_checkpointing": True},
     "full bf16": SHARDED | FULL | {"mixed_precision": "bf16"},
-    "full bf16 ddp checkpointed": FULL
-    | {"strategy": "ddp", "mixed_precision": "bf16", "gradient_checkpointing": True},
+    "full bf16 ddp checkpointed, muon": FULL
+    | {"strategy": "ddp", "mixed_precision": "bf16", "gradient_checkpointing": True}
+    | {"optimizer": "muon"},
     "full bf16 accumulated": SHARDED
     | FULL
     | {"mixed_precision": "bf16", "gradient_accumulation_steps": 3},
     "lora sharded, accumulated": SHARDED
     | {"lora_placement": "sharded", "gradient_accumulation_steps": 2, "max_sequence_length": 4},
-    "full kept": SHARDED | FULL | {"fsdp_reshard_after_forward": False},
+    "full kept, muon": SHARDED | FULL | {"fsdp_reshard_after_forward": False, "optimizer": "muon"},
     "full prefetched": SHARDED | FULL | {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2},
     "full averaged, lion": SHARDED | FULL | {"use_ema": True, "optimizer": "lion"},
 }
 HSDP: Final = {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2}
 ON_FOUR: Final[dict[str, dict[str, Any]]] = {
-    "hsdp full accumulated": HSDP | FULL | {"gradient_accumulation_steps": 3},
+    "hsdp full accumulated, muon": HSDP
+    | FULL
+    | {"gradient_accumulation_steps": 3, "optimizer": "muon"},
 }
 # From loading to saving, with caches of their own. What is copied behind training's back goes to
 # host memory.
@@ -209,8 +212,10 @@ def test_each_phase_takes_what_was_predicted(
     work = predicted.work
     of_passes = work["forward"]["linked"] + work["backward"]["linked"]
     linked = work["micro_batches"] * of_passes + work["step"]["linked"]
-    linked += work["base_forwards"] * work["base"]["linked"]
+    linked += work["base_forwards"] * work["base"]["linked"] + work["step"].get("exchanged", 0)
     assert linked > 0
-    # Norms and losses are summed over the ranks, which are some numbers.
-    for rank in counted[case]:
-        assert linked == pytest.approx(rank["linked"], rel=1e-3, abs=2000)
+    # Norms and losses are summed over the ranks, which are some numbers. Of muon's matrices, some
+    # ranks have one more than others.
+    counts = [rank["linked"] for rank in counted[case]]
+    for count in [max(counts)] if spec.optimizer == "muon" else counts:
+        assert linked == pytest.approx(count, rel=1e-3, abs=2000)

@@ -193,6 +193,7 @@ CALM: Final = {"calm": {"seed": 5}}
 OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 2.0},
     "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
+    "muon": {"optimizer": "muon", "learning_rate": 1e-3},
     "schedule-free": {"optimizer": "adamw_schedule_free", "learning_rate": 1e-3},
 }
 
@@ -318,6 +319,10 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
         Case("ddp 2", "lora", "schedule-free"),
         Case("fsdp2 2", "full", "schedule-free"),
+        Case("ddp 2", "full", "muon"),
+        Case("fsdp2 2, cpu offload", "full", "muon"),
+        Case("fsdp2 2, sharded lora", "lora", "muon"),
+        Case("hsdp 2x2", "full", "muon"),
         *(
             Case(layout, "lora", "sgd", extra=ADAPTED)
             for layout in (

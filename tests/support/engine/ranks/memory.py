@@ -64,6 +64,9 @@ def _linked(func: Any, args: tuple[Any, ...]) -> float:
             return float(args[0].nbytes - args[1].nbytes)
         case "_reduce_scatter_base_":
             return float(args[1].nbytes - args[0].nbytes)
+        case "alltoall_base_":
+            own = dist.get_group_rank(dist.ProcessGroup.unbox(args[2]), dist.get_rank())
+            return float(args[1].element_size() * (sum(args[4]) - args[4][own]))
         case "allreduce_":
             ranks = dist.ProcessGroup.unbox(args[1]).size()
             return sum(2 * tensor.nbytes * (ranks - 1) / ranks for tensor in args[0])

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 _DECAY: Final = ("adamw", "adamw_8bit")
 _LIKE_HERE: Final[dict[str, dict[str, Any]]] = {
     "adafactor": {"relative_step": False, "scale_parameter": False, "warmup_init": False},
+    "muon": {
+        "adjust_lr_fn": "match_rms_adamw",
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+    },
     "prodigy": {
         **dict.fromkeys(("decouple", "use_bias_correction", "safeguard_warmup"), True),
         "d_coef": 1,
@@ -21,6 +27,7 @@ _LIKE_HERE: Final[dict[str, dict[str, Any]]] = {
 # What these optimizers do if no argument says so.
 _THEIRS: Final[dict[str, dict[str, Any]]] = {
     "adafactor": {"relative_step": True, "scale_parameter": True},
+    "muon": {"adjust_lr_fn": "original"},
     "prodigy": {"use_bias_correction": False, "safeguard_warmup": False},
 }
 
@@ -48,6 +55,8 @@ def optimizer_defaults(draft: Draft) -> dict[str, Any]:
         defaults["optimizer_type"] = "AdamW"
     if ours and ours[0] in _DECAY:
         defaults["optimizer_args.weight_decay"] = 1e-2
+    if ours and ours[0] == "muon":
+        defaults["optimizer_args.weight_decay"] = 0.1
     arguments = _THEIRS.get(name, {})
     return defaults | {f"optimizer_args.{name}": value for name, value in arguments.items()}
 
@@ -74,6 +83,10 @@ def argument(draft: Draft, key: str, value: Any) -> None:
     draft.unsupported(key, f"{argument} is {str(fixed.get(argument, 'not set')).lower()} here")
     if argument == "relative_step":
         draft.report.to_fill_in.append("learning_rate: set it; there, adafactor finds its own")
+    if argument == "adjust_lr_fn":
+        draft.report.to_fill_in.append(
+            "learning_rate: set adamw's; there, muon's updates are of another size"
+        )
 
 
 def epsilon(draft: Draft, key: str, value: Any) -> None:

@@ -214,6 +214,30 @@ def test_a_script_says_what_is_trained(
     assert flavour is None or spec.model_flavour == flavour
 
 
+# Of musubi-tuner's docs (hunyuan_video_1_5.md), with the optimizer that they recommend; and a full
+# fine-tuning by the same script's sister, with Moonshot's scale.
+MUONS: Final = {
+    "hv_1_5_train_network.py --dit hunyuanvideo1.5_720p_t2v.safetensors --task t2v --sdpa "
+    "--mixed_precision bf16 --timestep_sampling shift --weighting_scheme none "
+    "--discrete_flow_shift 2.0 --optimizer_type Muon --learning_rate 1e-4 "
+    "--gradient_checkpointing --network_module networks.lora_hv_1_5 --network_dim 32 "
+    "--max_train_epochs 16 --save_every_n_epochs 1 --seed 42": ("hunyuanvideo15", 0.1, True),
+    "hv_train.py --dit a --mixed_precision bf16 --optimizer_type torch.optim.Muon "
+    "--optimizer_args adjust_lr_fn=match_rms_adamw weight_decay=0.01 --learning_rate 1e-5 "
+    "--gradient_checkpointing --max_train_epochs 4": ("hunyuanvideo", 0.01, False),
+}
+
+
+@pytest.mark.parametrize("command", MUONS)
+def test_muon_is_taken_and_a_rate_of_another_scale_is_said(command: str) -> None:
+    family, decay, other_scale = MUONS[command]
+    imported = of(command)
+    spec = imported.spec
+    assert (spec.model_family, spec.optimizer, spec.weight_decay) == (family, "muon", decay)
+    said = "learning_rate: set adamw's; there, muon's updates are of another size"
+    assert (said in imported.report.to_fill_in) == other_scale
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
@@ -370,6 +394,7 @@ KEYS: Final[list[tuple[str, str, dict[str, Any] | Kind]]] = [
     (FLUX, "--optimizer_type prodigyopt.Prodigy", {"optimizer": "prodigy", "weight_decay": 0.0}),
     (FLUX, "--optimizer_type Lion8bit", {"optimizer": "lion", "weight_decay": 0.0}),
     (FLUX, "--optimizer_type AdamWScheduleFree", {"optimizer": "adamw_schedule_free"}),
+    (FLUX, "--optimizer_type torch.optim.Muon", {"optimizer": "muon", "weight_decay": 0.1}),
     (FLUX, "--optimizer_type DAdaptAdam", Lost),
     (FLUX, "--optimizer_type SGDNesterov", Lost),
     (FLUX, "--use_8bit_adam", {"optimizer": "adamw_8bit", "weight_decay": 0.01}),
@@ -473,6 +498,15 @@ def test_a_flag(command: str, flags: str, expected: dict[str, Any] | Kind) -> No
         (
             "--network_train_unet_only --model_prediction_type raw --optimizer_type Prodigy",
             {"optimizer_args.use_bias_correction", "optimizer_args.safeguard_warmup"},
+        ),
+        (
+            "--network_train_unet_only --model_prediction_type raw --optimizer_type Muon",
+            {"optimizer_args.adjust_lr_fn"},
+        ),
+        (
+            "--network_train_unet_only --model_prediction_type raw --optimizer_type Muon "
+            "--optimizer_args adjust_lr_fn=match_rms_adamw momentum=0.95",
+            set(),
         ),
     ],
 )

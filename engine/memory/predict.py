@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.memory.tracing.live import BLOCK, rounded
@@ -14,7 +13,6 @@ from engine.train.muon import flops_of, rounds_of
 from jobs.errors import UserError
 from jobs.memory.predicted import TITLES, Parts, Phase, Predicted
 from jobs.spec.rules.averages import SCHEDULE_FREE
-from jobs.spec.rules.conflicts import WHOLE_ONLY
 from jobs.spec.rules.steps import accumulation_steps, passes
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy
 
@@ -153,12 +151,10 @@ def temporary_bytes(
             return min(sum(sizes), 2 * max(most, 4 * BUCKET))
         case "prodigy":
             return min(sum(sizes), max(most, 4 * BUCKET))
-        case "adafactor":
-            # A parameter's update lives until that of the next one is computed.
-            return max(max((a + 2 * b for a, b in pairwise(sizes)), default=0), 2 * most)
-        case "came":
-            # Likewise, for two tensors of the previous parameter.
-            return max(max((2 * a + 2 * b for a, b in pairwise(sizes)), default=0), 3 * most)
+        case "adafactor" | "came":
+            # Squares, or factors, of one tensor; of those that are not factored, squares stay.
+            vectors = sum(p.size for p in trained if len(p.shape) < 2)
+            return most + vectors + sum(map(_new_means, trained))
         case "muon":
             return max(
                 _of_rounds(shapes, _muon_width(spec), *team)
@@ -235,12 +231,19 @@ def _adafactor(parameter: Trained) -> int:
 
 def _came(parameter: Trained) -> int:
     means = parameter.size if len(parameter.shape) < 2 else 2 * _rows_and_columns(parameter)
-    return parameter.size + means + BLOCK  # BLOCK is for the weight's norm, a scalar
+    return parameter.size + means
+
+
+def _new_means(parameter: Trained) -> int:
+    """Return the bytes of a step's means until they are added up over the ranks."""
+    return 0 if len(parameter.shape) < 2 else _rows_and_columns(parameter)
 
 
 def _rows_and_columns(parameter: Trained) -> int:
-    """Return the bytes of one mean per row and one per column."""
-    rows, columns = parameter.numel // parameter.shape[-1], parameter.numel // parameter.shape[-2]
+    """Return the bytes of one mean per row and one per column; a matrix's are for all ranks."""
+    rows, columns = parameter.numel // parameter.shape[-1], parameter.shape[-1]
+    if len(parameter.shape) > 2:
+        columns = parameter.numel // parameter.shape[-2]
     return rounded(4 * rows) + rounded(4 * columns)
 
 
@@ -381,8 +384,7 @@ def predict(
     peak = max(phase.peak for phase in phases.values())
     numbers = sum(parameter.numel for parameter in trained)
     work = work_and_traffic(trace, spec, layout, ranks, trained=numbers, state=own_state)
-    if spec.optimizer == "muon":
-        work["step"] |= _muon_work(spec, trained, max(1, layout.shards), ranks)
+    work["step"] |= _exchange(spec, trained, max(1, layout.shards), ranks)
     return Predicted(
         model=trace.model,
         parameters=trace.parameters,
@@ -418,10 +420,18 @@ def trained_of(trace: Trace, layout: Layout) -> list[Trained]:
     ]
 
 
-def _muon_work(
+def _exchange(
     spec: RecipeKeys, trained: Sequence[Trained], shards: int, ranks: int
 ) -> dict[str, int]:
-    """Return a rank's products of an orthogonalization, and the bytes that it exchanges for it."""
+    """Return the bytes that optimizers exchange in a step, and muon's products."""
+    if spec.optimizer in ("adafactor", "came"):
+        # Columns' means, once or twice, and lengths, in fp32.
+        sharded = [p for p in trained if p.sharded]
+        columns = sum(p.shape[-1] for p in sharded if len(p.shape) == 2)
+        numbers = columns * (1 + (spec.optimizer == "came")) + len(sharded)
+        return {"exchanged": round(2 * 4 * numbers * (shards - 1) / shards)}
+    if spec.optimizer != "muon":
+        return {}
     flops = exchanged = 0
     for (split, copies), shapes in _teams(trained, shards, ranks // shards).items():
         together = split * copies
@@ -522,13 +532,6 @@ def _check(spec: RecipeKeys, trace: Trace, layout: Layout, strategy: str, ranks:
     if strategy == "single" and ranks > 1:
         raise UserError(
             f"strategy: single runs one rank, not {ranks}", "set strategy: ddp or fsdp2"
-        )
-    sharded = [w for unit in trace.units for w in unit.weights if w.trained]
-    if spec.optimizer in WHOLE_ONLY and any(layout.is_sharded(w) for w in sharded):
-        raise UserError(
-            f"optimizer: {spec.optimizer} cannot train sharded parameters: "
-            f"{WHOLE_ONLY[spec.optimizer]}",
-            "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd",
         )
     replicas = spec.dp_replicate_size or 1
     if strategy == "hsdp" and (replicas < 2 or ranks % replicas):

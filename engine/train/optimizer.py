@@ -3,8 +3,9 @@
 Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
 is whether its numbers there equal those on whole tensors, measured in
 `tests/engine/train/test_optimizer`: adamw, adamw_schedule_free, sgd, lion and adamw_8bit work
-element by element (or block by block) and are right; prodigy adds its two sums up over the ranks
-(`engine.train.optimizer`); adafactor and came, which reduce over whole tensors, are refused.
+element by element (or block by block) and are right; the others have steps of our own there:
+prodigy adds its two sums up over the ranks (`engine.train.optimizer`), adafactor and came their
+means (`engine.train.factored`), and muon exchanges matrices (`engine.train.muon`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from engine.model.files.weights import local_part
+from engine.train.factored import sharded_factored
 from engine.train.gradients import buckets, owners_of, parts_of
 from engine.train.muon import Muon
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
-from jobs.spec.rules.conflicts import WHOLE_ONLY
 from jobs.spec.rules.lora_conflicts import ONE_RATE
 from jobs.spec.rules.steps import steps_of
 
@@ -191,14 +192,10 @@ def _of_all(
 # -- optimizer ------------------------------------------------------------------------------
 
 
-_NO_SHARDS_HINT: Final = (
-    "use adamw, adamw_8bit, adamw_schedule_free, lion, prodigy or sgd, or train a LoRA with "
-    "lora_placement: replicated"
-)
 _INSTALL_HINT: Final = "pip install 'fsdp-tui[optimizers]'"
 
-# Optimizers that split a step into parts themselves, if they need to.
-_IN_PARTS: Final = ("prodigy", "muon")
+# Optimizers with a step of our own, which has its own parts where it needs any.
+_IN_PARTS: Final = ("prodigy", "muon", "adafactor", "came")
 
 # Lion's own: with Adam's 0.999 its sign would follow gradients of a thousand steps ago.
 _LION_BETAS: Final = (0.9, 0.99)
@@ -225,14 +222,8 @@ def build_optimizer(
         matrices: Those that muon orthogonalizes, see `engine.train.muon.hidden_matrices`.
 
     Raises:
-        UserError: The optimizer's package is missing, or it is wrong on sharded parameters.
+        UserError: The optimizer's package is missing.
     """
-    if spec.optimizer in WHOLE_ONLY and any(isinstance(p, DTensor) for p in parameters):
-        reason = WHOLE_ONLY[spec.optimizer]
-        raise UserError(
-            f"optimizer: {spec.optimizer} cannot train sharded parameters: {reason}",
-            _NO_SHARDS_HINT,
-        )
     everything = [*parameters, *texts]
     if not texts or spec.optimizer in ONE_RATE:
         optimizer = _build(spec, everything, device, matrices)
@@ -268,14 +259,15 @@ def _build(
         # Transformers' rather than torch's, whose rate is relative to the parameters' size:
         # there, a learning_rate that suits the other optimizers would train next to nothing.
         library = _library("adafactor", "transformers.optimization", "transformers")
-        kind = library.Adafactor
-        return _made(kind(parameters, scale_parameter=False, relative_step=False, **common))
+        kind = sharded_factored(library.Adafactor)
+        fixed = {"scale_parameter": False, "relative_step": False}
+        return _made(kind(parameters, device, **fixed, **common))
     if spec.optimizer == "lion":
         kind = _library("lion", "lion_pytorch", "lion-pytorch").Lion
         return _made(kind(parameters, betas=_LION_BETAS, **common))
     if spec.optimizer == "came":
         kind = _library("came", "came_pytorch", "came-pytorch").CAME
-        return _made(kind(parameters, **common))
+        return _made(sharded_factored(kind)(parameters, device, **common))
     if spec.optimizer == SCHEDULE_FREE:
         library = _library(SCHEDULE_FREE, "schedulefree", "schedulefree")
         # Not its own warm-up: the schedule's, whose rates it takes, is the same.
@@ -357,8 +349,7 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
 
     To be called before `get_state_dict` and `set_state_dict`. Those fill an empty optimizer too,
     by a step with zero gradients at rate zero, but leave that step counted: as a tensor by Adam's,
-    as a plain number by Adafactor's, in the group by schedule-free AdamW, each of which bends the
-    next real step. And a layer that
+    in the group by schedule-free AdamW, each of which bends the next real step. And a layer that
     the model never uses (the text's last one, in Qwen-Image's last block) has no gradient, so that
     a checkpoint would lack what loading it asks for. Rank-local, and all ranks agree whether it
     does anything, since all have made the same steps.
@@ -367,11 +358,11 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     empty = [p for p in parameters if not optimizer.state.get(p)]
-    if isinstance(optimizer, Muon):
+    begin = getattr(optimizer, "begin", None)  # of those with a step of our own
+    if begin is not None:
         for parameter in empty:
-            optimizer.begin(parameter)
-        return
-    if not empty:
+            begin(parameter)
+    if begin is not None or not empty:
         return
     gradients = [p.grad for p in parameters]
     before = [dict(group) for group in optimizer.param_groups]
@@ -391,9 +382,6 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
         if "step" in state:
             step = state["step"]
             state["step"] = torch.zeros_like(step) if isinstance(step, torch.Tensor) else 0
-        for name, value in state.items():
-            if name.startswith("exp_avg_") and type(value) is torch.Tensor:
-                value.zero_()  # CAME adds its epsilons to a gradient of zero
 
 
 def explain_load_failure(error: CheckpointException) -> UserError | None:

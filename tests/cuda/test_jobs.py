@@ -95,6 +95,7 @@ JOBS: Final = (
         "fsdp2 full": Job(
             2, FSDP | FULL | SAMPLED | {"checkpointing_steps": 1, "checkpointing_async": True}
         ),
+        "sharded came": Job(2, FSDP | FULL | {"optimizer": "came"}),
         "muon": Job(2, FSDP | FULL | {"optimizer": "muon"}),
         "sharded lora": Job(2, FSDP | {"lora_placement": "sharded"}),
         "lokr": Job(2, FSDP | {"lora_variant": "lokr", "lora_rank": 2} | SAMPLED),
@@ -226,6 +227,7 @@ WITH_BUDGET: Final = (
     "fsdp2",
     "fsdp2 full",
     "muon",
+    "sharded came",
     "cpu offload",
     "ema",
     "ema on the cpu",

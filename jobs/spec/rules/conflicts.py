@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from jobs.spec.families import FAMILIES
 from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
     from jobs.spec.keys.training import TrainingKeys
 
 __all__ = ["Conflict", "find_conflicts"]
-
-# Optimizers that compute different results on shards than on full tensors, and why.
-WHOLE_ONLY: Final = {
-    "adafactor": "its row and column means need full tensors",
-    "came": "its row and column means need full tensors",
-}
 
 
 def find_conflicts(spec: JobSpec) -> list[Conflict]:
@@ -195,19 +189,6 @@ def _offload(spec: RecipeKeys) -> Conflict | None:
     return None
 
 
-def _optimizer(spec: RecipeKeys) -> Conflict | None:
-    sharded = spec.model_type == "full" or spec.lora_placement == "sharded"
-    if spec.optimizer in WHOLE_ONLY and sharded and shards(spec):
-        return Conflict(
-            "optimizer",
-            f"{spec.optimizer} cannot train sharded parameters: "
-            f"{WHOLE_ONLY[spec.optimizer]}; use adamw, adamw_8bit, adamw_schedule_free, lion, "
-            "prodigy or sgd, strategy: ddp, or a LoRA with lora_placement: replicated",
-            named=True,
-        )
-    return None
-
-
 def _fp16(spec: RecipeKeys) -> Conflict | None:
     if spec.mixed_precision == "fp16" and spec.fsdp_cpu_offload:
         return Conflict(
@@ -360,7 +341,6 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _reshard,
     _offload,
     *LORA_RULES,
-    _optimizer,
     _fp16,
     _state_dict,
     _wrap,

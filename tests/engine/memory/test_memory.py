@@ -26,7 +26,6 @@ from engine.memory.walk import Layout, cost_of
 from engine.model.packing import Packing
 from engine.sample.scores import BATCH, load_scoring_model
 from engine.train.optimizer import build_optimizer
-from jobs.errors import UserError
 from jobs.memory.predicted import TITLES, Parts, Phase, Predicted
 from jobs.models.scorers import CLIP, DINO
 from jobs.spec.families import FAMILIES
@@ -217,14 +216,6 @@ def test_an_optimizer_takes_what_the_real_one_does(toy: Path, name: str) -> None
     assert state_bytes(spec, trained) == pytest.approx(state, abs=slack)
     expected = temporary_bytes(spec, trained, on_cuda=False)
     assert live.most - before == pytest.approx(expected, abs=slack, rel=0.15)
-
-
-def test_an_optimizer_that_reduces_over_whole_tensors_is_refused(toy: Path) -> None:
-    spec = spec_of(toy, strategy="fsdp2", **FULL)
-    trace = traced(shape(spec))
-    refused = spec.model_copy(update={"optimizer": "adafactor"})
-    with pytest.raises(UserError, match="adafactor cannot train sharded parameters"):
-        predict(trace, refused, 2, "fsdp2")
 
 
 def test_a_training_adapter_is_counted_whole_on_every_rank(toy: Path) -> None:

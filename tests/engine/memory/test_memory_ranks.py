@@ -64,7 +64,9 @@ ON_TWO: Final[dict[str, dict[str, Any]]] = {
         "lokr_factor": 2,
     },
     "lokr sharded": SHARDED | {"lora_variant": "lokr", "lora_placement": "sharded"},
-    "full checkpointed": SHARDED | FULL | {"gradient_checkpointing": True},
+    "full checkpointed, came": SHARDED
+    | FULL
+    | {"gradient_checkpointing": True, "optimizer": "came"},
     "full bf16": SHARDED | FULL | {"mixed_precision": "bf16"},
     "full bf16 ddp checkpointed, muon": FULL
     | {"strategy": "ddp", "mixed_precision": "bf16", "gradient_checkpointing": True}
@@ -75,7 +77,9 @@ ON_TWO: Final[dict[str, dict[str, Any]]] = {
     "lora sharded, accumulated": SHARDED
     | {"lora_placement": "sharded", "gradient_accumulation_steps": 2, "max_sequence_length": 4},
     "full kept, muon": SHARDED | FULL | {"fsdp_reshard_after_forward": False, "optimizer": "muon"},
-    "full prefetched": SHARDED | FULL | {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2},
+    "full prefetched, adafactor": SHARDED
+    | FULL
+    | {"fsdp_forward_prefetch": 1, "fsdp_backward_prefetch": 2, "optimizer": "adafactor"},
     "full averaged, lion": SHARDED | FULL | {"use_ema": True, "optimizer": "lion"},
 }
 HSDP: Final = {"num_processes": 4, "strategy": "hsdp", "dp_replicate_size": 2}

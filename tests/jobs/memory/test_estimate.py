@@ -724,10 +724,10 @@ def test_a_run_is_compared_with_the_rank_that_needs_the_most(
 
 
 def test_a_strategy_that_cannot_run_is_told_and_the_others_are_not_hurt(server: Server) -> None:
-    spec = job(num_processes=2, optimizer="adafactor", gradient_checkpointing=True)
+    spec = job(num_processes=2, name="whole", gradient_checkpointing=True)
     found = Estimate(spec, Place(True, (CARDS[80],), here=False), server, Calibration())
     assert isinstance(refused := found.predict("fsdp2", 2), Refused)
-    assert refused.error == "adafactor cannot be sharded"
+    assert refused.error == "this model cannot be sharded"
     assert found.advised == "ddp"
 
 

@@ -133,7 +133,7 @@ def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:
         {"pretrained_model_name_or_path": "/no/such/model"},
         {"name": "crash"},
         {"name": "refuse"},
-        {"optimizer": "adafactor"},
+        {"name": "whole"},
     ],
 )
 def test_no_start_fails_of_it(tmp_path: Path, values: dict[str, Any]) -> None:

@@ -56,7 +56,7 @@ def read(**values: Any) -> JobSpec:
         {"use_ema": True, "ema_device": "cpu"},
         {"num_processes": 2, "optimizer": "prodigy", "learning_rate": 1.0},
         {"num_processes": 2, "optimizer": "prodigy", "model_type": "full"},
-        {"num_processes": 2, "optimizer": "adafactor", "model_type": "full", "strategy": "ddp"},
+        {"num_processes": 2, "optimizer": "adafactor", "model_type": "full"},
         {"num_processes": 2, "optimizer": "lion", "model_type": "full"},
         {"num_processes": 2, "optimizer": "adamw_schedule_free", "model_type": "full"},
         {"num_processes": 2, "use_ema": True},
@@ -365,11 +365,6 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"lora_exclude_modules": ["(to_q"]}, "lora_exclude_modules", "not a regular expression"),
         ({"lora_rank_pattern": {"to_q": 2.5}}, "lora_rank_pattern", "2.5 is not a whole number"),
         (
-            {"num_processes": 2, "optimizer": "adafactor", "lora_placement": "sharded"},
-            "optimizer",
-            "row and column means",
-        ),
-        (
             {"num_processes": 2, "mixed_precision": "fp16", "fsdp_cpu_offload": True},
             "mixed_precision",
             "not tested",
@@ -452,11 +447,6 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             {"num_processes": 2, "context_parallel_size": 2, "model_family": "sdxl"},
             "context_parallel_size",
             "no context-parallel plan",
-        ),
-        (
-            {"num_processes": 2, "optimizer": "adafactor", "model_type": "full"},
-            "optimizer",
-            "cannot train sharded parameters",
         ),
         (
             {

@@ -194,6 +194,8 @@ OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 2.0},
     "adamw": {"optimizer": "adamw", "learning_rate": 1e-3},
     "muon": {"optimizer": "muon", "learning_rate": 1e-3},
+    "adafactor": {"optimizer": "adafactor", "learning_rate": 1e-3},
+    "came": {"optimizer": "came", "learning_rate": 1e-4},
     "schedule-free": {"optimizer": "adamw_schedule_free", "learning_rate": 1e-3},
 }
 
@@ -323,6 +325,8 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         Case("fsdp2 2, cpu offload", "full", "muon"),
         Case("fsdp2 2, sharded lora", "lora", "muon"),
         Case("hsdp 2x2", "full", "muon"),
+        Case("fsdp2 2, cpu offload", "full", "adafactor"),
+        Case("hsdp 2x2", "full", "came"),
         *(
             Case(layout, "lora", "sgd", extra=ADAPTED)
             for layout in (

@@ -125,12 +125,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     predictions, failed = [], []
     for strategy in request["strategies"]:
         for ranks in request["ranks"]:
-            if job["optimizer"] == "adafactor" and strategy == "fsdp2":
+            if job["name"] == "whole" and strategy == "fsdp2":
                 failed.append(
                     {
                         "strategy": strategy,
                         "ranks": ranks,
-                        "error": "adafactor cannot be sharded",
+                        "error": "this model cannot be sharded",
                         "hint": None,
                     }
                 )

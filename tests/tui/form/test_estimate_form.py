@@ -239,7 +239,7 @@ def test_a_slurm_job_is_held_against_the_gpus_of_its_partition() -> None:
 
 
 def test_what_cannot_be_predicted_is_told() -> None:
-    values = VALUES | {"optimizer": "adafactor", "strategy": "ddp"}
+    values = VALUES | {"name": "whole", "strategy": "ddp"}
     gpus = Snapshot(0.0, gpus=tuple(some_gpus()))
     assert look(values, gpus).bars
     assert look(VALUES | {"name": "refuse"}, gpus).remark == ""  # beside the fields, if anywhere

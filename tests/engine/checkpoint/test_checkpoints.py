@@ -30,6 +30,7 @@ from engine.families import load
 from engine.model.adapters import lora
 from engine.ranks.telemetry import Telemetry
 from engine.train.ema import Ema
+from engine.train.muon import hidden_matrices
 from engine.train.optimizer import build_optimizer, build_scheduler
 from engine.train.train_state import TrainState
 from jobs.errors import DiskFullError, UserError
@@ -55,7 +56,8 @@ Usage = namedtuple("Usage", "total used free")
 def training_of(toy: Path, spec: JobSpec) -> TrainState:
     model = build(toy, spec)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = build_optimizer(spec, list(trained.values()), ALONE.device)
+    matrices = hidden_matrices(model, spec).values()
+    optimizer = build_optimizer(spec, list(trained.values()), ALONE.device, matrices=matrices)
     ema = Ema(trained, spec.ema_decay) if spec.use_ema else None
     return TrainState(model, optimizer, build_scheduler(spec, optimizer), ema)
 
@@ -133,7 +135,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["sgd", "adafactor", "prodigy", "lion", "adamw_schedule_free", "came"]
+    "optimizer", ["sgd", "adafactor", "prodigy", "lion", "adamw_schedule_free", "came", "muon"]
 )
 def test_the_full_layout_holds_what_every_optimizer_keeps(
     toy: Path, run_dir: RunDir, optimizer: str

@@ -68,6 +68,8 @@ class Prepared:
         texts: Encoded captions and prompts.
         held: The held-out samples (`engine.data.index.data_index`).
         weights: Loss weights of the samples; None if all are equal everywhere.
+        held_weights: Those of the held-out samples, of which only the masks count; None if no
+            sample has one.
         pictures: Conditioning images of prompts by path, as pipelines take them.
     """
 
@@ -81,6 +83,7 @@ class Prepared:
     texts: Texts
     held: Sequence[Sample] = ()
     weights: LossWeights | None = None
+    held_weights: LossWeights | None = None
     pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
@@ -148,6 +151,11 @@ class Prepared:
         key = self.latent_keys(len(self.index.samples) + number, 0)
         return self.latents.read(key)["latents"]
 
+    def held_mask(self, number: int, latents: torch.Tensor) -> torch.Tensor | None:
+        """Return the factor of a held-out sample's mask; see `LossWeights.of_mask`."""
+        weights = self.held_weights
+        return None if weights is None else weights.of_mask(number, 0, latents)
+
     def held_references(self, number: int) -> dict[str, torch.Tensor]:
         """Return the latents of a held-out sample's conditioning images."""
         offset = len(self.index.samples)
@@ -208,8 +216,8 @@ def prepare(run: RunContext) -> Prepared:
     everything = replace(index, samples=[*index.samples, *held])
     keys = prepare_latents(run, cache, everything, views)
     masks = TensorCache(directory, "masks")
-    prepare_masks(run, masks, cache, keys, index.samples, views)
-    weights = LossWeights(spec, index.samples, masks)
+    prepare_masks(run, masks, cache, keys, everything.samples, views)
+    weights, held_weights = (LossWeights(spec, some, masks) for some in (index.samples, held))
     loss_weights = weights if weights.active else None
     return Prepared(
         spec,
@@ -222,6 +230,7 @@ def prepare(run: RunContext) -> Prepared:
         encoded,
         held,
         loss_weights,
+        held_weights if held_weights.masked else None,
         pictures,
     )
 

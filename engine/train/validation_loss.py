@@ -99,6 +99,7 @@ class ValidationLoss:
         was_training = model.training
         model.eval()
         read: tuple[int, ...] = ()
+        mask: torch.Tensor | None = None
         stopped = False
         with self.run.telemetry.phase("validate", each) as progress:
             for done in range(each):
@@ -108,7 +109,8 @@ class ValidationLoss:
                 batch = batches[min(place, len(batches) - 1)]
                 if batch.samples != read:
                     read, (latents, condition) = batch.samples, self._read(batch.samples)
-                batch_errors = self._errors(model, batch, latents, condition)
+                    mask = self._mask(batch.samples, latents)
+                batch_errors = self._errors(model, batch, latents, condition, mask)
                 if place < len(batches) and self.run.world.rank % self.run.world.context_size == 0:
                     errors[list(batch.samples), batch.level] = batch_errors
                 progress(done + 1)
@@ -134,12 +136,21 @@ class ValidationLoss:
             batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
+    def _mask(self, samples: tuple[int, ...], latents: torch.Tensor) -> torch.Tensor | None:
+        """Return the factors of the samples' masks, `(B, 1, h, w)`; None if there are none."""
+        masks = [
+            self.data.held_mask(number, own) for number, own in zip(samples, latents, strict=True)
+        ]
+        given = [mask for mask in masks if mask is not None]
+        return torch.stack(given).to(latents.device) if given else None
+
     def _errors(
         self,
         model: torch.nn.Module,
         batch: Batch,
         latents: torch.Tensor,
         condition: dict[str, torch.Tensor],
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the mean squared error of each sample, `(B,)`, float64, on the CPU."""
         noise = torch.stack(
@@ -156,6 +167,8 @@ class ValidationLoss:
             )
         prediction, problem = loss_inputs(prediction, problem, condition)
         squares = (prediction.float() - problem.target).square()
+        if mask is not None:
+            squares = squares * mask
         return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
 
     def _generator(self, number: int, level: int) -> torch.Generator:

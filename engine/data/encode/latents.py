@@ -311,14 +311,16 @@ class LossWeights:
             A scalar if the job has no masks, else `(1, h, w)` or `(1, 1, h, w)`.
         """
         weight = torch.tensor(self._weights[number])
-        if not self.masked:
-            return weight
+        return self.of_mask(number, view, latents) * weight if self.masked else weight
+
+    def of_mask(self, number: int, view: int, latents: torch.Tensor) -> torch.Tensor:
+        """Return the factor of a sample's mask alone, `(1, h, w)` or `(1, 1, h, w)`, as `of`."""
         height, width = latents.shape[-2:]
         cells = torch.ones(height, width)
         if self._samples[number].mask:
             key = mask_key(self._masks, self._samples[number], view, (height, width), self._spec)
             cells = normalised(self._masks.read(key)["mask"], self._spec.unmasked_weight)
-        return (cells * weight).view(*[1] * (latents.dim() - 2), height, width)
+        return cells.view(*[1] * (latents.dim() - 2), height, width)
 
 
 def normalised(mask: torch.Tensor, unmasked: float) -> torch.Tensor:

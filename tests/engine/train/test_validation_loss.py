@@ -17,6 +17,7 @@ import torch
 from diffusers import DDPMScheduler
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from engine.data.index.data_index import DataIndex, Sample, build_index, hold_out
 from engine.data.prepare import Prepared
@@ -288,6 +289,33 @@ def test_what_is_measured_is_told_and_does_not_depend_on_the_loss_of_the_trainin
     assert last["loss"] != first["loss"]
     huber = of_kind(train("huber", loss_type="huber", train_batch_size=1, **settings), "validation")
     assert huber[0]["loss"] == pytest.approx(first["loss"], rel=1e-6), "before any step"
+
+
+@pytest.mark.slow
+def test_held_out_images_count_by_their_masks(train: Any, toy: Path, tmp_path: Path) -> None:
+    """What two halves lose on average, the whole loses."""
+    settings: dict[str, Any] = {
+        "validation_fraction": 0.1,
+        "validation_on_startup": True,
+        "validation_timesteps": 1,
+        "max_train_steps": 1,
+        "crop": "square",
+        "dataset": "",
+    }
+    losses = {}
+    for half in ("left", "right", "whole"):
+        shutil.copytree(toy / "data", folder := tmp_path / half)
+        for path in sorted(folder.glob("*.png")) if half != "whole" else ():
+            with Image.open(path) as image:
+                mask = Image.new("L", image.size)
+            first, last = (0, mask.width // 2) if half == "left" else (mask.width // 2, mask.width)
+            mask.paste(255, (first, 0, last, mask.height))
+            mask.save(path.with_name(f"{path.stem}-mask.png"))
+        masked = {"masked_loss": "file"} if half != "whole" else {}
+        events = train(half, datasets=[{"path": str(folder)}], **masked, **settings)
+        losses[half] = of_kind(events, "validation")[0]["loss"]
+    assert (losses["left"] + losses["right"]) / 2 == pytest.approx(losses["whole"], rel=1e-5)
+    assert losses["left"] != pytest.approx(losses["whole"], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ class Estimator:
             host=host_of(
                 spec, trace, layout, ranks, device=prediction.peak, autoencoder=autoencoder
             ),
-            disk=disk_of(spec, trace, file_bytes),
+            disk=disk_of(spec, trace, file_bytes, root),
             notes=tuple(notes),
         )
 

@@ -35,13 +35,14 @@ from jobs.spec.rules.steps import periodic_saves
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from engine.memory.tracing.trace import Trace
     from engine.model.packing import Packing
     from jobs.spec.job_spec import JobSpec, RecipeKeys
     from jobs.spec.keys.job import JobKeys
+    from jobs.spec.keys.lora import LoraKeys
 
 
 # -- host -----------------------------------------------------------------------------------
@@ -113,19 +114,24 @@ def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def disk_of(spec: JobSpec, trace: Trace, file_bytes: int) -> dict[str, int]:
+def disk_of(spec: JobSpec, trace: Trace, file_bytes: int, root: Path | None) -> dict[str, int]:
     """Return the bytes needed on disk, independent of the number of ranks.
 
     Args:
         spec: The job.
         trace: Trace of its training step.
         file_bytes: Bytes per parameter in the model's files, which a full export uses too.
+        root: The model's directory, with the text encoders; None if only its config is known.
     """
-    whole = Layout(0)
-    checkpoint = _saved(spec, trace, whole)
+    texts = 0
+    if root is not None and trains_text(spec):
+        texts = sum(layers * numbers for _, layers, numbers in _text_loras(spec, root))
+    copies = 2 if has_average(spec) else 1
+    checkpoint = _saved(spec, trace, Layout(0))
+    checkpoint += texts * (4 * copies + STATE_BYTES[spec.optimizer])
     saves, limit = periodic_saves(spec), spec.checkpoints_total_limit
     kept = min(saves or limit or 1, limit or saves or 1)  # at least one if the length is unknown
-    numbers = trace.trained
+    numbers = trace.trained + texts
     auto = 4 if spec.model_type == "lora" else file_bytes
     width = _EXPORTED.get(str(spec.export_dtype), auto)
     formats = 1 if spec.model_type == "full" else max(1, len(spec.export_formats or [1, 1]))
@@ -190,13 +196,18 @@ def text_lora_bytes(spec: JobSpec, root: Path) -> int:
     each = 8 + STATE_BYTES[spec.optimizer] + average + (narrow if narrow < 4 else 0)
     tokens = spec.train_batch_size * spec.max_sequence_length
     kept = 1 if checkpoints_activations(spec) else 16
-    total = 0
+    return sum(
+        layers * (numbers * each + tokens * width * kept * narrow)
+        for width, layers, numbers in _text_loras(spec, root)
+    )
+
+
+def _text_loras(spec: LoraKeys, root: Path) -> Iterator[tuple[int, int, int]]:
+    """Yield the width of each text encoder, its layers, and the trained numbers of a layer."""
     for name in encoder_names(root):
         config = read_json(root / name / "config.json") or {}
         width, layers = int(config.get("hidden_size", 0)), int(config.get("num_hidden_layers", 0))
-        weights = 4 * 2 * width * spec.text_encoder_lora_rank
-        total += layers * (weights * each + tokens * width * kept * narrow)
-    return total
+        yield width, layers, 4 * 2 * width * spec.text_encoder_lora_rank
 
 
 def _image_encoder_bytes(spec: JobKeys, root: Path) -> int:

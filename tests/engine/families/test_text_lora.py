@@ -238,3 +238,8 @@ def test_the_estimate_counts_encoders_that_stay(tmp_path_factory: pytest.TempPat
         assert before is not None
         assert after is not None
         assert encoders < after.peak - before.peak < 3 * encoders
+    trained = lora.lora_parameters(adapted(case, load_spec(None, jobs[1])))
+    numbers = sum(p.numel() for name, p in trained.items() if name.startswith("text_encoder"))
+    more = {name: texts.disk[name] - plain.disk[name] for name in ("checkpoint", "export")}
+    # In fp32: weights, their average and two moments; and two formats.
+    assert more == {"checkpoint": 16 * numbers, "export": 8 * numbers}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Purposes of draws. Their keys are distinct, so that adding one kind does not change another.
 CAPTION: Final = 1
+TOKENS: Final = 2
 
 
 def keyed_generator(*key: int) -> torch.Generator:

@@ -14,6 +14,7 @@ import torch
 from diffusers import AnimaModularPipeline, CosmosTransformer3DModel
 from diffusers.modular_pipelines.anima.encoders import AnimaTextEncoderStep
 
+from engine.families.shared.base import TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.modular import BlocksPipeline
 from engine.families.shared.packing import OneFrameFamily
@@ -88,6 +89,7 @@ class Anima(OneFrameFamily):
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
+    TOKENS = TokenLayout({"image_rotary_emb": (2, 0)})
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_anima"})
     COMFYUI = ComfyUI(_LAYOUT.rename)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Layout
 from jobs.errors import UserError
 
@@ -51,6 +51,7 @@ class AuraFlow(Family):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.(linear_1|linear_2|out_projection))"
     )
+    TOKENS = TokenLayout(counted_by="pos_embed")
     COMFYUI = ComfyUI(_LAYOUT.rename)
     GUIDED_FORWARDS = 1
 

@@ -18,6 +18,7 @@ from diffusers.models.transformers.transformer_chroma import ChromaSingleTransfo
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 
 from engine.families.shared import flux_kohya
+from engine.families.shared.base import TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.packing import PackedFamily, pack, unpack
 from engine.families.shared.text_masks import fill_masks, without_masked, without_padding
@@ -65,6 +66,9 @@ class Chroma(PackedFamily):
         r"(transformer_blocks|single_transformer_blocks)\.\d+\."
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
+    )
+    TOKENS = TokenLayout(
+        {"image_rotary_emb": (2, 0), "attention_mask": (2, 1)}, counted_by="x_embedder"
     )
     # Its blocks are those of FLUX.1, by name and by what is fused.
     KOHYA = Kohya(

@@ -8,6 +8,7 @@ import torch
 from diffusers import FluxControlPipeline, FluxKontextPipeline, FluxPipeline
 
 from engine.families.shared import flux_kohya
+from engine.families.shared.base import TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.packing import PackedFamily, pack, unpack
 from engine.families.shared.references import references_in
@@ -32,6 +33,7 @@ class Flux(PackedFamily):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
     )
+    TOKENS = TokenLayout({"image_rotary_emb": (2, 0)})
     KOHYA: LoraStyle | None = Kohya(flux_kohya.rename, flux_kohya.METADATA)
     COMFYUI: LoraStyle | None = ComfyUI(flux_kohya.rename)
 

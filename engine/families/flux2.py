@@ -15,7 +15,7 @@ from diffusers import Flux2Pipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.references import references_in
 
@@ -62,6 +62,7 @@ class Flux2(Family):
         r"|ff(_context)?\.linear_(in|out))"
         r"|single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
     )
+    TOKENS = TokenLayout({"image_rotary_emb": (2, 0)}, counted_by="x_embedder")
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_flux_2"})
     COMFYUI = ComfyUI(_LAYOUT.rename)
 

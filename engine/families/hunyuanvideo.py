@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from engine.families.shared import flux_kohya
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.hunyuanvideo_forward import WholeTextPipeline, without_masks
 from engine.families.shared.lora_names import ComfyUI, Kohya
 from engine.families.shared.text_masks import mask_or_ones, without_padding
@@ -52,6 +52,11 @@ class HunyuanVideo(Family):
         r"(transformer_blocks|single_transformer_blocks)\.\d+\."
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2)|proj_mlp|proj_out)"
+    )
+    TOKENS = TokenLayout(
+        {"freqs_cis": (2, 0), "image_rotary_emb": (2, 0), "attention_mask": (4, 3)},
+        output=0,
+        text_first=False,
     )
     KOHYA = Kohya(_as_tencent, {"ss_network_module": "networks.lora"})
     COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename, lokr=None)

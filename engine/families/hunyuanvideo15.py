@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 
 from engine.families.shared import flux_kohya
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.hunyuanvideo15_forward import without_waiting
 from engine.families.shared.hunyuanvideo15_pipeline import GuidedPipeline
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
@@ -61,6 +61,7 @@ class HunyuanVideo15(Family):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|ff(_context)?\.net\.(0\.proj|2))"
     )
+    TOKENS = TokenLayout({"freqs_cis": (2, 0)}, output=0)
     KOHYA = Kohya(_TENCENT.rename, {"ss_network_module": "networks.lora_hv_1_5"})
     COMFYUI = ComfyUI(flux_kohya.LAYOUT.rename, lokr=None)
     COMFYUI_READS_KOHYA = False

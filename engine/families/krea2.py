@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from diffusers import Krea2Pipeline
 from torch.nn import functional
 
+from engine.families.shared.base import TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.packing import OneFrameFamily, PackedFamily, pack, unpack
 from engine.families.shared.text_masks import fill_masks, without_masked, without_padding
@@ -101,6 +102,9 @@ class Krea2(PackedFamily, OneFrameFamily):
     LORA_TARGETS = (
         r"(transformer_blocks|text_fusion\.(layerwise|refiner)_blocks)\.\d+\."
         r"(attn\.(to_q|to_k|to_v|to_gate|to_out\.0)|ff\.(gate|up|down))"
+    )
+    TOKENS = TokenLayout(
+        {"image_rotary_emb": (2, 0), "attention_mask": (4, 3)}, counted_by="img_in"
     )
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_krea2"})
     COMFYUI = ComfyUI(_LAYOUT.rename)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from diffusers import LTXConditionPipeline, LTXImageToVideoPipeline, LTXPipeline
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from engine.families.shared.references import insert_first_frame
 from engine.families.shared.text_masks import without_padding
@@ -36,6 +36,7 @@ class LTXVideo(Family):
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
+    TOKENS = TokenLayout({"image_rotary_emb": (3, 1), "temb": (3, 1)})
     COMFYUI = ComfyUI(as_in_diffusers)
     GUIDED_FORWARDS = 1
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from peft import PeftModel
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Layout
 from engine.families.shared.text_masks import without_padding
 
@@ -44,6 +44,7 @@ class PixArtSigma(Family):
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
+    TOKENS = TokenLayout()
     COMFYUI = ComfyUI(_LAYOUT.rename, lokr="transformer.")
     GUIDED_FORWARDS = 1
 

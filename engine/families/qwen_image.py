@@ -14,6 +14,7 @@ import torch
 from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 from torch.overrides import TorchFunctionMode
 
+from engine.families.shared.base import TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, as_in_diffusers
 from engine.families.shared.packing import OneFrameFamily, PackedFamily, pack, unpack
 from engine.families.shared.references import references_in
@@ -39,6 +40,9 @@ class QwenImage(PackedFamily, OneFrameFamily):
         r"transformer_blocks\.\d+\."
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|(img|txt)_mlp\.net\.(0\.proj|2))"
+    )
+    TOKENS = TokenLayout(
+        {"image_rotary_emb": (2, 0), "modulate_index": (2, 1)}, image_first=("image_rotary_emb",)
     )
     KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_qwen_image"})
     COMFYUI = ComfyUI(as_in_diffusers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
@@ -51,6 +51,7 @@ class SD3(Family):
         r"(attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
         r"|attn2\.(to_q|to_k|to_v|to_out\.0)|ff(_context)?\.net\.(0\.proj|2))"
     )
+    TOKENS = TokenLayout()
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_sd3"})
     COMFYUI = ComfyUI(_LAYOUT.rename)
     GUIDED_FORWARDS = 1

@@ -14,7 +14,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from torch.nn import functional
 from transformers import BatchFeature, CLIPVisionModel
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.references import BEGINNING, insert_first_frame
 from jobs.spec.families.wan import T2V_GUIDANCE
@@ -58,6 +58,7 @@ class Wan(Family):
         r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)"
         r"|ffn\.net\.(0\.proj|2))"
     )
+    TOKENS = TokenLayout({"rotary_emb": (4, 1), "temb": (4, 1)})
     LORA_FILLED_UP = r"blocks\.\d+\.attn2\.add_[kv]_proj"
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_wan"})
     COMFYUI = ComfyUI(_LAYOUT.rename)

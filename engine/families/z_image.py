@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout, as_in_diffusers
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ class ZImage(Family):
     LORA_TARGETS = (
         r"(layers|noise_refiner|context_refiner)\.\d+\."
         r"(attention\.(to_q|to_k|to_v|to_out\.0)|feed_forward\.(w1|w2|w3))"
+    )
+    TOKENS = TokenLayout(
+        {"attn_mask": (2, 1), "freqs_cis": (3, 1)}, text_first=False, counted_by="noise_refiner.0"
     )
     KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_zimage"})
     COMFYUI = ComfyUI(_LAYOUT.rename)

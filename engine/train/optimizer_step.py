@@ -26,6 +26,7 @@ from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
 from engine.train.nonfinite import Judge
 from engine.train.optimizer import decides_on_device, step_unless
+from engine.train.token_routing import TokenRouting
 from jobs.spec.rules.steps import accumulation_steps, passes, preserves, trains_to_base
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Stepper:
         self._trained = list(training.trained().values())
         self._averager = Averager(self._trained, world)
         self._averager.watch()
+        self._routing = TokenRouting(training.model, spec, family)
         self._judge = Judge(spec, training, loader, world)
         # Whether training continues after a step that is skipped.
         self._has_base = trains_to_base(spec) or preserves(spec)
@@ -245,6 +247,10 @@ class Stepper:
             Each micro-batch's part of the mean loss, `(n,)` on the device; the sum of what of it
             holds the adapter to the base, `()`; and the seconds of waiting for data.
         """
+        with self._routing.step(step):
+            return self._accumulate(step)
+
+    def _accumulate(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float]:
         model, scaler = self._training.model, self._training.scaler
         batches, count = self._loader.step(step), self._loader.forwards
         sums = torch.zeros(count + 1, device=self._world.device)

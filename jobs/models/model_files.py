@@ -13,6 +13,7 @@ from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import bucket_step, widest_bucket
+from jobs.spec.rules.token_routes import routes_of
 from jobs.spec.values.resolutions import all_resolutions
 
 if TYPE_CHECKING:
@@ -301,10 +302,15 @@ def check_config(spec: JobSpec, config: Mapping[str, Any]) -> None:
     """Check a job against the denoiser's config alone.
 
     Raises:
-        SpecError: Its heads cannot be divided among ranks, or a side is too long for its positions.
+        SpecError: Its heads cannot be divided among ranks, a side is too long for its positions, or
+            it has not the blocks that tokens are routed around.
     """
+    family = get_family(spec.model_family, spec.model_flavour)
     _check_heads(spec, config)
-    _check_sizes(spec, get_family(spec.model_family, spec.model_flavour), config)
+    _check_sizes(spec, family, config)
+    counts = [config.get(entry) for entry in family.routed_blocks.values()]
+    if spec.tread and all(isinstance(count, int) for count in counts):
+        routes_of(spec.tread, sum(count for count in counts if isinstance(count, int)))
 
 
 def _check_heads(spec: DeviceKeys, config: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from the VAE's config.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,6 +46,30 @@ TEXT_PARTS: Final = (
 _ENCODING_PARTS: Final = (*TEXT_PARTS, "processor", "image_encoder", "image_processor")
 
 
+@dataclass(frozen=True)
+class TokenLayout:
+    """How a family's blocks are given tokens, which `tread` needs to know.
+
+    The first argument of a block is its stream, `(B, tokens, channels)`.
+
+    Attributes:
+        along: Other arguments with rows for tokens, or pairs of such, by name: their number of
+            dimensions, and which one counts the tokens. They have rows for the image, or for the
+            text as well.
+        image_first: Those among them that are pairs of which only the first belongs to the image.
+        output: Place of the image in a block's output, where that has several parts.
+        text_first: Whether text comes before the image where both are in one sequence.
+        counted_by: A module whose output is the image alone, `(B, tokens, channels)`; empty where
+            the first argument of every block is.
+    """
+
+    along: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    image_first: tuple[str, ...] = ()
+    output: int = 1
+    text_first: bool = True
+    counted_by: str = ""
+
+
 class Family(ABC):
     """A family, instantiated for one of its models.
 
@@ -69,6 +94,9 @@ class Family(ABC):
     MODULATION: str = r"(^|\.)(norm\w*|img_mod|txt_mod|adaLN_modulation|time_emb_proj)(\.|$)"
     """Regular expression of block layers that compute shifts and scales for the layers after them.
     In a quantized base, `modulation_precision` applies to them."""
+
+    TOKENS: TokenLayout | None = None
+    """How its blocks are given tokens; None for families that `tread` does not support."""
 
     KOHYA: LoraStyle | None = None
     """How kohya's scripts name its LoRAs, if one of them can train it."""

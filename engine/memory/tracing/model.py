@@ -64,7 +64,7 @@ _ALWAYS: Final = (
     "fsdp_auto_wrap_policy",
     "torch_compile",
 )
-_OF_TRAINING: Final = ("train_batch_size", "loss_type", "snr_gamma")
+_OF_TRAINING: Final = ("train_batch_size", "loss_type", "snr_gamma", "tread")
 _OF_LORA: Final = (
     "lora_rank",
     "lora_variant",

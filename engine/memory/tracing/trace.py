@@ -29,6 +29,7 @@ from engine.model.activation_checkpointing import Recompute, checkpoint_activati
 from engine.model.precision import autocast
 from engine.ranks.world import World
 from engine.train.optimizer_step import Stepper
+from engine.train.token_routing import ends_of_routes
 from engine.train.train_state import TrainState
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.steps import preserves, trains_to_base
@@ -156,7 +157,10 @@ def _marked(unit: Unit, unused: Collection[str]) -> Unit:
 def _prepare(built: Built, shape: Shape, player: Echo, *, echo: bool) -> list[str]:
     """Set up replay of the model's blocks and marks at its units; return the blocks' names."""
     model, spec = built.model, shape.spec
-    blocks = {model.get_submodule(name): name for name in built.blocks} if echo else {}
+    # A replayed block runs none of the hooks that route tokens, which matter at the ends of routes.
+    ends = ends_of_routes(model, spec, built.family) if shape.training else ()
+    names = [name for name in built.blocks if name not in ends]
+    blocks = {model.get_submodule(name): name for name in names} if echo else {}
     if checkpoints_activations(spec) and shape.training:
         checkpoint_activations(model, spec)
         if blocks:

@@ -27,6 +27,7 @@ FAMILY = Family(
     pipelines=("AnimaModularPipeline",),
     transformer="CosmosTransformer3DModel",
     blocks=("CosmosTransformerBlock",),
+    routed_blocks={"transformer_blocks": "num_layers"},
     flavours={
         "base-1.0": Flavour("circlestone-labs/Anima-Base-v1.0-Diffusers", note="of 2B parameters")
     },

@@ -27,6 +27,10 @@ FAMILY = Family(
     pipelines=("AuraFlowPipeline",),
     transformer="AuraFlowTransformer2DModel",
     blocks=("AuraFlowJointTransformerBlock", "AuraFlowSingleTransformerBlock"),
+    routed_blocks={
+        "joint_transformer_blocks": "num_mmdit_layers",
+        "single_transformer_blocks": "num_single_dit_layers",
+    },
     attention="fixed",
     flavours={
         "v0.3": Flavour("fal/AuraFlow-v0.3", note="up to 1536 pixels a side"),

@@ -104,6 +104,9 @@ class Family:
         transformer: Class of the denoiser.
         other_names: What published configs call it besides.
         blocks: Its repeated block classes, wrapped by default.
+        routed_blocks: Lists of blocks that `tread` can route tokens around, in order of forward,
+            each with the entry of the denoiser's config that counts them; empty if it cannot.
+        not_routed: Why it cannot, in words.
         flavours: Published models by name; the first is the usual one.
         objective: Flow matching, or denoising on a discrete schedule; what the latter predicts,
             epsilon or v, is in the model's scheduler_config.json.
@@ -149,6 +152,8 @@ class Family:
     pipelines: tuple[str, ...]
     transformer: str
     blocks: tuple[str, ...]
+    routed_blocks: Mapping[str, str] = field(default_factory=dict)
+    not_routed: str = ""
     flavours: Mapping[str, Flavour] = field(default_factory=dict)
     objective: Objective = "flow"
     guidance: Guidance = "classifier_free"

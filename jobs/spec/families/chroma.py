@@ -8,6 +8,10 @@ FAMILY = Family(
     pipelines=("ChromaPipeline",),
     transformer="ChromaTransformer2DModel",
     blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
+    routed_blocks={
+        "transformer_blocks": "num_layers",
+        "single_transformer_blocks": "num_single_layers",
+    },
     attention="masked_batches",
     flavours={
         "hd": Flavour("lodestones/Chroma1-HD", note="trained on at 1024 pixels"),

@@ -13,6 +13,10 @@ FAMILY = Family(
     pipelines=("FluxPipeline", "FluxKontextPipeline", "FluxControlPipeline"),
     transformer="FluxTransformer2DModel",
     blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+    routed_blocks={
+        "transformer_blocks": "num_layers",
+        "single_transformer_blocks": "num_single_layers",
+    },
     flavours={
         "dev": Flavour("black-forest-labs/FLUX.1-dev", note="guidance-distilled", marks=_TEXT),
         "schnell": Flavour(

@@ -13,6 +13,10 @@ FAMILY = Family(
     pipelines=("Flux2Pipeline", "Flux2KleinPipeline"),
     transformer="Flux2Transformer2DModel",
     blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    routed_blocks={
+        "transformer_blocks": "num_layers",
+        "single_transformer_blocks": "num_single_layers",
+    },
     flavours={
         "dev": Flavour(
             "black-forest-labs/FLUX.2-dev",

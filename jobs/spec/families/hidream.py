@@ -10,6 +10,7 @@ FAMILY = Family(
     pipelines=("HiDreamImagePipeline",),
     transformer="HiDreamImageTransformer2DModel",
     blocks=("HiDreamBlock",),
+    not_routed="it routes tokens to experts, and fills images that are not square up with tokens",
     attention="fixed",
     flavours={
         "full": Flavour("HiDream-ai/HiDream-I1-Full", note="four experts"),

@@ -8,6 +8,10 @@ FAMILY = Family(
     pipelines=("HunyuanVideoPipeline",),
     transformer="HunyuanVideoTransformer3DModel",
     blocks=("HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"),
+    routed_blocks={
+        "transformer_blocks": "num_layers",
+        "single_transformer_blocks": "num_single_layers",
+    },
     flavours={
         "t2v": Flavour("hunyuanvideo-community/HunyuanVideo", note="guidance-distilled"),
     },

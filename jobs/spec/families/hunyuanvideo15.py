@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("HunyuanVideo15Pipeline",),
     transformer="HunyuanVideo15Transformer3DModel",
     blocks=("HunyuanVideo15TransformerBlock",),
+    routed_blocks={"transformer_blocks": "num_layers"},
     flavours={
         "480p-t2v": Flavour(
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", note="480p"

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("Ideogram4Pipeline",),
     transformer="Ideogram4Transformer2DModel",
     blocks=("Ideogram4TransformerBlock",),
+    not_routed="its blocks are given one sequence that does not say where the image begins",
     # The authors publish quantized weights only (fp8 and nf4), which are no base here. OneTrainer's
     # presets train this copy in bf16.
     flavours={

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("Krea2Pipeline",),
     transformer="Krea2Transformer2DModel",
     blocks=("Krea2TransformerBlock", "Krea2TextFusionBlock"),
+    routed_blocks={"transformer_blocks": "num_layers"},
     flavours={
         "raw": Flavour(
             "krea/Krea-2-Raw",

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("LTX2Pipeline",),
     transformer="LTX2VideoTransformer3DModel",
     blocks=("LTX2VideoTransformerBlock",),
+    not_routed="its video and sound attend to each other by the position of each token",
     flavours={
         "2-19b": Flavour("Lightricks/LTX-2", note="text to video, trained without sound"),
         "2.3-22b": Flavour(

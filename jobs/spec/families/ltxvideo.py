@@ -15,6 +15,7 @@ FAMILY = Family(
     pipelines=("LTXPipeline", "LTXConditionPipeline"),
     transformer="LTXVideoTransformer3DModel",
     blocks=("LTXVideoTransformerBlock",),
+    routed_blocks={"transformer_blocks": "num_layers"},
     attention="masked_samples",
     flavours={
         "2b-0.9": Flavour(

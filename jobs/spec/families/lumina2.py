@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("Lumina2Pipeline",),
     transformer="Lumina2Transformer2DModel",
     blocks=("Lumina2TransformerBlock",),
+    not_routed="its samples' texts have other lengths in one sequence with the image",
     attention="fixed",
     flavours={"2.0": Flavour("Alpha-VLLM/Lumina-Image-2.0", note="with Gemma 2")},
     # vLLM refuses Gemma 2 in fp16 ("numerical instability", vllm/config/model.py). In ComfyUI, a

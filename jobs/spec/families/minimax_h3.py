@@ -12,6 +12,7 @@ FAMILY = Family(
     pipelines=("MiniMaxH3ModularPipeline",),
     transformer="MiniMaxH3Transformer3DModel",
     blocks=("MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock"),
+    not_routed="its samples lie one behind the other in one sequence",
     flavours={"fl2va": Flavour("MiniMaxAI/MiniMax-H3", note="text to video, without sound")},
     guidance="none",  # it is distilled into the model
     true_cfg=False,

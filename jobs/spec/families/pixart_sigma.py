@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("PixArtSigmaPipeline",),
     transformer="PixArtTransformer2DModel",
     blocks=("BasicTransformerBlock",),
+    routed_blocks={"transformer_blocks": "num_layers"},
     attention="fixed",
     flavours={
         "1024": Flavour("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS"),

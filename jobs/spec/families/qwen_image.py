@@ -16,6 +16,7 @@ FAMILY = Family(
     pipelines=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
     transformer="QwenImageTransformer2DModel",
     blocks=("QwenImageTransformerBlock",),
+    routed_blocks={"transformer_blocks": "num_layers"},
     flavours={
         "base": Flavour("Qwen/Qwen-Image", marks={"_class_name": "QwenImagePipeline"}),
         "edit": Flavour(

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("SanaPipeline",),
     transformer="SanaTransformer2DModel",
     blocks=("SanaTransformerBlock",),
+    not_routed="its blocks mix neighboring tokens by convolution",
     attention="fixed",
     flavours={
         "1.5-1.6b": Flavour(

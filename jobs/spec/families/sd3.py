@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("StableDiffusion3Pipeline",),
     transformer="SD3Transformer2DModel",
     blocks=("JointTransformerBlock",),
+    routed_blocks={"transformer_blocks": "num_layers"},
     attention="fixed",
     flavours={
         "3.5-medium": Flavour(

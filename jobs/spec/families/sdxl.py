@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("StableDiffusionXLPipeline",),
     transformer="UNet2DConditionModel",
     blocks=("BasicTransformerBlock", "ResnetBlock2D"),
+    not_routed="its UNet has blocks of several resolutions",
     attention="fixed",
     flavours={"base-1.0": Flavour("stabilityai/stable-diffusion-xl-base-1.0")},
     objective="denoising",

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("StableDiffusionPipeline",),
     transformer="UNet2DConditionModel",
     blocks=("BasicTransformerBlock", "ResnetBlock2D"),
+    not_routed="its UNet has blocks of several resolutions",
     attention="fixed",
     flavours={
         "1.5": Flavour("stable-diffusion-v1-5/stable-diffusion-v1-5"),

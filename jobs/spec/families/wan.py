@@ -18,6 +18,7 @@ FAMILY = Family(
     pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     transformer="WanTransformer3DModel",
     blocks=("WanTransformerBlock",),
+    routed_blocks={"blocks": "num_layers"},
     flavours={
         "2.1-t2v-1.3b": Flavour("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", note="480p", marks=_T2V),
         "2.1-t2v-14b": Flavour("Wan-AI/Wan2.1-T2V-14B-Diffusers", note="480p and 720p", marks=_T2V),

@@ -8,6 +8,7 @@ FAMILY = Family(
     pipelines=("ZImagePipeline",),
     transformer="ZImageTransformer2DModel",
     blocks=("ZImageTransformerBlock",),
+    routed_blocks={"layers": "n_layers"},
     flavours={
         "base": Flavour("Tongyi-MAI/Z-Image", note="not distilled"),
         "turbo": Flavour(

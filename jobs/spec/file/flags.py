@@ -27,6 +27,7 @@ _MAPPINGS: Final = (
     "lora_alpha_pattern",
     "swap_blocks",
     "batch_shares",
+    "tread",
 )
 
 

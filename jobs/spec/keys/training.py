@@ -33,6 +33,7 @@ from jobs.spec.values.value_types import (
     NumberByCard,
     Optimizer,
     Precision,
+    TokenRoutes,
     choice,
     read_attention,
 )
@@ -242,6 +243,15 @@ class TrainingKeys(Keys):
         resume="same",
         no_effect=not_compiled,
         min_length=1,
+    )
+    tread: TokenRoutes = field(
+        None,
+        SPEED,
+        "Share of an image's tokens that skips a range of blocks while training (TREAD): {2..-2: "
+        "0.5} routes half of them around all blocks but the first two and the last one. Blocks "
+        "count from 0; negative numbers count from the end, where -1 is the last one.",
+        resume="changes",
+        public=True,
     )
     attention_backend: Annotated[AttentionBackend, BeforeValidator(read_attention)] = field(
         "auto",

@@ -19,6 +19,7 @@ from jobs.spec.rules.strategy import (
     shards,
     world_size,
 )
+from jobs.spec.rules.token_routes import ROUTE_RULES
 from jobs.spec.rules.validation_conflicts import VALIDATION_RULES
 
 if TYPE_CHECKING:
@@ -338,6 +339,7 @@ _RULES: tuple[Callable[[JobSpec], Conflict | None], ...] = (
     _hsdp,
     _context_parallel,
     *STEP_RULES,
+    *ROUTE_RULES,
     _reshard,
     _offload,
     *LORA_RULES,

@@ -81,6 +81,9 @@ _GPU: Final = re.compile(r"(?:GPU|MIG)-\S*")
 _CUDA: Final = re.compile(r"cuda:(\d+)", re.IGNORECASE)
 _CARD: Final = re.compile(r"0*([1-9]\d{0,3})\s*(?:gi?b?)?", re.IGNORECASE)
 _COUNT: Final = re.compile(r"\d{1,3}")
+ROUTE: Final = re.compile(r"(-?\d{1,4}) *\.\. *(-?\d{1,4})")
+"""First and last block of a route."""
+
 _SLURM_TIME: Final = re.compile(r"\d+(?::[0-5]?\d(?::[0-5]?\d)?)?|\d+-\d+(?::[0-5]?\d){0,2}")
 _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 
@@ -330,6 +333,40 @@ def read_numbers(value: Any) -> Any:
     return numbers
 
 
+def read_routes(value: Any) -> Any:
+    """Read the share of tokens that skips each range of blocks: `{2..-2: 0.5}`, `2..-2:0.5`.
+
+    A share of 0 says nothing and is dropped.
+    """
+    routes = spellings.as_none(value)
+    if isinstance(routes, str):
+        text = spellings.unquoted(routes).strip()
+        if ":" in text and not text.startswith("{"):
+            text = f"{{{text.replace(':', ': ')}}}"
+        routes = spellings.as_mapping(text) if text.startswith("{") else text
+    if routes is None:
+        return None
+    wrong = refuse(
+        value,
+        (),
+        "a range of blocks with a share of tokens from 0 to below 1, such as {2..-2: 0.5}",
+    )
+    if not isinstance(routes, dict):
+        raise wrong
+    read = {}
+    for blocks, share in routes.items():
+        ends = ROUTE.fullmatch(str(blocks).strip())
+        try:
+            number = float(share)
+        except (TypeError, ValueError):
+            raise wrong from None
+        if ends is None or isinstance(share, bool) or not 0 <= number < 1:
+            raise wrong
+        if number:
+            read[f"{int(ends[1])}..{int(ends[2])}"] = number
+    return read or None
+
+
 def read_by_card(value: Any) -> Any:
     """Read a number for every GPU, or one for each size of GPU: `{16GB: 24}`, `16GB:24,24GB:8`.
 
@@ -397,6 +434,7 @@ OptionalNumbers = Annotated[
 ]
 SlurmTime = Annotated[str | None, BeforeValidator(read_slurm_time)]
 NumberByCard = Annotated[int | dict[str, int], BeforeValidator(read_by_card)]
+TokenRoutes = Annotated[dict[str, float] | None, BeforeValidator(read_routes)]
 OptionalWords = Annotated[
     list[str] | None, BeforeValidator(read_words), BeforeValidator(spellings.as_none)
 ]

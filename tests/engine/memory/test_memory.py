@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 FULL: Final = {"model_type": "full"}
 BF16: Final = {"mixed_precision": "bf16"}
 CHECKPOINTED: Final = {"gradient_checkpointing": True}
+ROUTED: Final = {"tread": {"0..-1": 0.5}}
 SCALED: Final = {"lora_rank": 1, "base_precision": "fp8_scaled", "base_matmul": "scaled"}
 
 
@@ -89,6 +90,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(*("lora", CHECKPOINTED, False), marks=pytest.mark.slow),
         pytest.param(*("full", {}, False), marks=pytest.mark.slow),
         ("full", CHECKPOINTED | {"gradient_checkpointing_interval": 2}, True),
+        pytest.param(*("lora", CHECKPOINTED | ROUTED, True), marks=pytest.mark.slow),
+        pytest.param(*("full", ROUTED, False), marks=pytest.mark.slow),
     ],
 )
 def test_an_echo_takes_what_its_block_does(
@@ -136,6 +139,8 @@ def test_selective_checkpointing_keeps_more_than_full_and_less_than_none(toy: Pa
         ({}, (2, 64)),
         pytest.param(CHECKPOINTED | {"lora_placement": "sharded"}, (64,), marks=pytest.mark.slow),
         (FULL, (2, 64)),
+        pytest.param(CHECKPOINTED | BF16 | ROUTED, (2,), marks=pytest.mark.slow),
+        pytest.param(FULL | ROUTED, (2,), marks=pytest.mark.slow),
         pytest.param(
             FULL | BF16 | CHECKPOINTED | {"gradient_checkpointing_interval": 2},
             (2,),

@@ -67,6 +67,13 @@ ON_TWO: Final[dict[str, dict[str, Any]]] = {
     "full checkpointed, came": SHARDED
     | FULL
     | {"gradient_checkpointing": True, "optimizer": "came"},
+    "lora ddp, swapped, routed": {
+        "strategy": "ddp",
+        "swap_blocks": 2,
+        "gradient_checkpointing": True,
+        "tread": {"1..-1": 0.5},
+    },
+    "full routed": SHARDED | FULL | {"tread": {"0..-1": 0.6}},
     "full bf16": SHARDED | FULL | {"mixed_precision": "bf16"},
     "full bf16 ddp checkpointed, muon": FULL
     | {"strategy": "ddp", "mixed_precision": "bf16", "gradient_checkpointing": True}

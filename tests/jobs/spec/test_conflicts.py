@@ -315,6 +315,21 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
             "more than one forward for each rank; set global_batch_size: 12 or more",
         ),
         (
+            {"model_family": "sana", "tread": {"2..-2": 0.5}},
+            "tread",
+            "tread does not support Sana: its blocks mix neighboring tokens by convolution",
+        ),
+        (
+            {
+                "tread": {"2..-2": 0.5},
+                "num_processes": 2,
+                "strategy": "fsdp2",
+                "context_parallel_size": 2,
+            },
+            "tread",
+            "tread is not supported with context parallelism",
+        ),
+        (
             {"swap_blocks": 2, "num_processes": 2, "strategy": "fsdp2"},
             "swap_blocks",
             "swap_blocks needs strategy: single or ddp, since FSDP shards the base",

@@ -30,6 +30,7 @@ from jobs.spec.rules.steps import (
     with_total_steps,
 )
 from jobs.spec.rules.strategy import data_parallel_size
+from jobs.spec.rules.token_routes import routes_of
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
@@ -341,3 +342,41 @@ def test_a_number_by_size_of_gpu_is_read_however_it_is_written(written: Any, val
 def test_what_is_no_number_by_size_of_gpu_is_refused(written: Any) -> None:
     with pytest.raises(ValueError, match="one for each size of GPU, such as"):
         read(swap_blocks=written)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ({"2..-2": 0.5}, {"2..-2": 0.5}),
+        ("2..-2:0.5,-1 .. -1: 0.25", {"2..-2": 0.5, "-1..-1": 0.25}),
+        ("{2..-2: 0}", None),
+        ({}, None),
+        ("none", None),
+    ],
+)
+def test_routes_are_read_however_they_are_written(written: Any, value: Any) -> None:
+    spec = read(tread=written, num_processes=1)
+    assert spec.tread == value
+    assert load_spec(None, parse_flags(to_flags(spec))[0]).tread == value
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["x", 0.5, {"2..-2": 1}, {"2..-2": -0.1}, {"2-5": 0.5}, {"1..2": True}, {"1..2": "x"}],
+)
+def test_what_is_no_route_is_refused(written: Any) -> None:
+    with pytest.raises(ValueError, match=r"a share of tokens .*\{2..-2: 0.5\}"):
+        read(tread=written)
+
+
+def test_routes_are_in_the_order_of_forward_and_within_the_model() -> None:
+    assert routes_of({"-3..-2": 0.1, "0..2": 0.5}, 6) == [(0, 2, 0.5), (4 - 1, 4, 0.1)]
+    for wrong, message in {
+        "6..6": r"6..6 is no range of the model's 6 blocks",
+        "3..2": r"3..2 is no range",
+        "-7..2": r"-7..2 is no range",
+    }.items():
+        with pytest.raises(SpecError, match=message):
+            routes_of({wrong: 0.5}, 6)
+    with pytest.raises(SpecError, match=r"0..2 and 2..4 overlap.*begin at 3"):
+        routes_of({"-4..-2": 0.1, "0..2": 0.5}, 6)

@@ -162,6 +162,8 @@ EXTRAS: Final[dict[str, dict[str, Any]]] = {
     # The file is `write_training_adapter`'s.
     "training adapter": SAMPLES,
     "caption dropout": {"caption_dropout_probability": 0.5, "loss_type": "huber"},
+    # Two routes: one across both kinds of blocks, and one of a single block.
+    "routed": {"tread": {"0..1": 0.5, "-1..-1": 0.75}},
     # The datasets are `mixed_datasets`.
     "to base": TO_BASE,
     "to base, dora": TO_BASE | {"lora_variant": "dora"},
@@ -299,7 +301,7 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2", "full", "sgd", extra=extra)
             for extra in EXTRAS
-            if extra not in ("", "dora", *LOKRS, "scaled", ADAPTED, *QUANTIZED, *MIXED)
+            if extra not in ("", "routed", "dora", *LOKRS, "scaled", ADAPTED, *QUANTIZED, *MIXED)
         ),
         Case("fsdp2 2, accumulated", "lora", "sgd", extra="mixed data"),
         *(Case(layout, "lora", "sgd", extra=extra) for layout, extra in _HELD_IN),
@@ -317,6 +319,18 @@ def all_cases(adamw_in: Container[tuple[str, str]] | None = None) -> list[Case]:
         *(
             Case("fsdp2 2, sharded lora", "lora", "sgd", extra=extra)
             for extra in ("lokr nf4", "lokr scaled")
+        ),
+        *(
+            Case(layout, kind, "sgd", extra="routed")
+            for layout, kind in (
+                ("fsdp2 2", "full"),
+                ("fsdp2 2, activation checkpointing", "lora"),
+                ("fsdp2 2, compiled", "full"),
+                ("fsdp2 2, compiled, selective checkpointing", "full"),
+                ("one process, swapped blocks", "lora"),
+                ("ddp 2, by size of GPU", "lora"),
+                ("hsdp 2x2", "full"),
+            )
         ),
         Case("fsdp2 2, sharded lora", "lora", "sgd", extra="ema"),
         Case("ddp 2", "lora", "schedule-free"),

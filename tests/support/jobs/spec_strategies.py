@@ -132,6 +132,12 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "base_matmul": st.sampled_from(["auto", "dequantize"]),
     "swap_blocks": st.just(0),
     "batch_shares": st.just(1),
+    "tread": st.none()
+    | st.dictionaries(
+        st.sampled_from(["2..-2", "0..0", "-1..-1"]),
+        st.floats(0, 1, exclude_min=True, exclude_max=True),
+        max_size=2,
+    ).map(lambda routes: routes or None),
     "text_encoder_lora_rank": st.just(0),
     "text_encoder_learning_rate": st.none() | st.floats(1e-6, 10),
     "lora_alpha": st.none() | st.floats(1e-6, 1e6),

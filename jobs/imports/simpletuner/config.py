@@ -20,7 +20,7 @@ from jobs.spec.families.base import FLUX_LINE
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.launch_conflicts import kernel_conflict
 from jobs.spec.values.resolutions import sides_of
-from jobs.spec.values.spellings import normal_key
+from jobs.spec.values.spellings import as_mapping, normal_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -247,6 +247,27 @@ def auto_shift(draft: Draft, key: str, value: Any) -> None:
     own = {"qwen_image": training_keys.QWEN_LINE, "krea2": training_keys.KREA_LINE}
     line = own.get(name, FLUX_LINE)
     training_keys.take_shift_by_size(draft, key, sides, token=token, line=line)
+
+
+# -- routes of tokens ------------------------------------------------------------------------
+
+
+def tread(draft: Draft, key: str, value: Any) -> None:
+    """Take the routes of tokens; their last block is skipped too, as here."""
+    theirs = as_mapping(value) if isinstance(value, str) else value
+    routes = theirs.get("routes") if isinstance(theirs, dict) else None
+    family = FAMILIES.get(draft.values.get("model_family", ""))
+    if not routes and theirs in (None, {}, {"routes": None}, {"routes": []}):
+        draft.unneeded(key, "it has no routes")
+    elif family is not None and not family.routed_blocks:
+        draft.unsupported(key, family.not_routed)
+    elif not isinstance(routes, list) or not all(isinstance(route, dict) for route in routes):
+        draft.unreadable(key, "it is no list of routes")
+    else:
+        names = ("start_layer_idx", "end_layer_idx", "selection_ratio")
+        parts = [[route.get(name) for name in names] for route in routes]
+        ours = {f"{first}..{last}": share for first, last, share in parts}
+        draft.take(key, "tread", ours, "one draw for all samples of a step that are of one size")
 
 
 # -- samples ---------------------------------------------------------------------------------

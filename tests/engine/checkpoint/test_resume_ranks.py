@@ -38,7 +38,12 @@ LOKR: Final = {"lora_variant": "lokr", "lora_rank": 2}
 # On GPUs of 16 and 24 GB (`toy_jobs`).
 SHARED_OUT: Final = {"batch_shares": {"16GB": 1, "24GB": 3}}
 # Each step has two passes here, and two forwards without the adapter.
-SWAPPED: Final = {"strategy": "ddp", "swap_blocks": 2, "preservation": "blank"} | SHARED_OUT
+SWAPPED: Final = {
+    "strategy": "ddp",
+    "swap_blocks": 2,
+    "preservation": "blank",
+    "tread": {"0..1": 0.5},
+} | SHARED_OUT
 # Before it goes on as if on GPUs of one size.
 SWAPPED_BY_CARD: Final = SWAPPED | {"swap_blocks": {"16GB": 3, "24GB": 1}}
 # A global batch of 4 on any number of ranks.

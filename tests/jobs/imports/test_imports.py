@@ -469,6 +469,7 @@ def process(folder: Path, name: str = "config.json", /, **theirs: Any) -> Import
     return import_ai_toolkit(path)
 
 
+ROUTE: Final = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}
 SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"report_to": "tensorboard,wandb"}, {"report_to": ["tensorboard", "wandb"]}),
     ({"report_to": "custom-tracker"}, Lost),
@@ -773,6 +774,16 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ),
     ({"crepa_enabled": True}, Lost),
     ({"ramtorch": True}, Lost),
+    ({"tread_config": {"routes": [ROUTE]}}, {"tread": {"2..-2": 0.5}}),
+    (
+        {"tread_config": {"routes": [ROUTE, ROUTE | {"start_layer_idx": 1, "end_layer_idx": 1}]}},
+        {"tread": {"2..-2": 0.5, "1..1": 0.5}},
+    ),
+    ({"tread_config": json.dumps({"routes": [ROUTE]})}, {"tread": {"2..-2": 0.5}}),
+    ({"tread_config": {"routes": [ROUTE]}, "model_family": "sana"}, Lost),
+    ({"tread_config": {"routes": []}}, Needless),
+    ({"tread_config": {"routes": [ROUTE | {"selection_ratio": 1}]}}, Kind.UNREADABLE),
+    ({"tread_config": {"routes": "all"}}, Kind.UNREADABLE),
     ({"aspect_bucket_alignment": "64"}, {"bucket_step": 64}),
     ({"aspect_bucket_alignment": 8}, {"bucket_step": 0}),
     ({"aspect_bucket_alignment": 16, "model_family": "sdxl"}, {"bucket_step": 32}),

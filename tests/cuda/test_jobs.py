@@ -139,6 +139,9 @@ JOBS: Final = (
                 "batch_shares": {"16GB": 1, "24GB": 3},
             },
         ),
+        "routed tokens": Job(
+            1, {"tread": {"0..1": 0.5, "-1..-1": 0.5}, "gradient_checkpointing": True} | SAMPLED
+        ),
         "training adapter": Job(1, SAMPLED, adapted_by="one gpu"),
         "cpu offload": Job(2, FSDP | FULL | SAMPLED | {"fsdp_cpu_offload": True, "use_ema": True}),
         "class images": Job(
@@ -219,6 +222,7 @@ WITH_BUDGET: Final = (
     "scaled fp8",
     "swapped blocks",
     "swapped blocks, ddp",
+    "routed tokens",
     "sharded nf4",
     *(f"{family} {kind} on two" for family, kind in SHARDED.items()),
     "one gpu",

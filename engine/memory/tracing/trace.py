@@ -23,7 +23,7 @@ from engine.memory.tracing.inputs import (
 from engine.memory.tracing.live import Live
 from engine.memory.tracing.model import Built, Unit, build, on_fake
 from engine.memory.tracing.record import Echo
-from engine.memory.tracing.timeline import Entry, Recorder, watch
+from engine.memory.tracing.timeline import Entry, Recorder, Span, watch
 from engine.memory.tracing.work import Counter
 from engine.model.activation_checkpointing import Recompute, checkpoint_activations
 from engine.model.precision import autocast
@@ -73,6 +73,11 @@ class Trace:
         """Return the number of the model's parameters, without its adapter."""
         every = (w for unit in self.units for w in unit.weights)
         return sum(w.numel * w.per_element for w in every if not w.lora)
+
+    @property
+    def most_activations(self) -> int:
+        """Return the peak of activations, in bytes."""
+        return max(e.most_activations for e in self.timeline if isinstance(e, Span))
 
     @property
     def trained(self) -> int:

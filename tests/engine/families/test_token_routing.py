@@ -132,6 +132,37 @@ def test_tokens_that_skip_blocks_come_back_as_they_were(case: Case) -> None:
     assert stayed[1][0].equal(stayed[1][1]), "one draw for a step"
 
 
+def test_blocks_that_change_nothing_can_be_skipped(case: Case) -> None:
+    """And outside of a step, or with a share of 0, nothing is routed: bit for bit."""
+    rig = Rig(case, tread={"0..-1": 0.5})
+    layout = rig.family.TOKENS
+    assert layout is not None
+    untouched, gradients = rig.run()
+    assert rig.run(0, TokenRouting(rig.model, case.spec(tread={"0..-1": 0}), rig.family))[0].equal(
+        untouched
+    )
+    routing = TokenRouting(rig.model, rig.spec, rig.family)
+    plain, others = rig.run(None, routing)
+    assert plain.equal(untouched)
+    assert all(others[name].equal(gradient) for name, gradient in gradients.items())
+    for block in rig.blocks:
+
+        def unchanged(block: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            stream, *_ = given = [*args, *kwargs.values()]
+            if not isinstance(output, tuple):
+                return stream + 0
+            both = (stream, given[1])
+            return both if layout.output == 0 else both[::-1]
+
+        block.register_forward_hook(unchanged, with_kwargs=True, prepend=True)
+    without, gradients = rig.run()
+    routed, others = rig.run(0, routing)
+    assert not without.equal(untouched)
+    assert routed.equal(without)
+    for name, gradient in gradients.items():
+        assert torch.allclose(others[name], gradient, atol=1e-7, rtol=1e-4), name
+
+
 def test_each_family_has_blocks_for_it_or_a_reason() -> None:
     for name, facts in FAMILIES.items():
         layout = families.load(name).TOKENS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 FULL: Final = {"model_type": "full"}
 BF16: Final = {"mixed_precision": "bf16"}
 CHECKPOINTED: Final = {"gradient_checkpointing": True}
+FLOPS: Final = ("half", "single", "eight", "attention", "small")
 ROUTED: Final = {"tread": {"0..-1": 0.5}}
 SCALED: Final = {"lora_rank": 1, "base_precision": "fp8_scaled", "base_matmul": "scaled"}
 
@@ -246,6 +248,25 @@ def test_a_training_adapter_is_counted_whole_on_every_rank(toy: Path) -> None:
 @pytest.fixture(scope="module")
 def estimator() -> Estimator:
     return Estimator()
+
+
+@pytest.mark.slow
+def test_what_routes_save_is_said(estimator: Estimator, toy: Path) -> None:
+    """By twelve tokens of sixteen that skip all blocks, and four that pass with the text."""
+    plain, routed = (
+        estimator.estimate(spec_of(toy, tread=tread)) for tread in (None, {"0..-1": 0.75})
+    )
+    flops = [
+        sum(found.work[phase][name] for phase in ("forward", "backward") for name in FLOPS)
+        for found in (plain, routed)
+    ]
+    (note,) = [text for text in routed.notes if text.startswith("tread: ")]
+    said = re.match(r"tread: (\d+) % fewer FLOPs in a step .*, and (\d+) % less memory", note)
+    assert said
+    assert int(said[1]) == round(100 * (1 - flops[1] / flops[0]))
+    assert 10 < int(said[1]) < 75
+    assert 10 < int(said[2]) < 75
+    assert not [text for text in plain.notes if text.startswith("tread")]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def facts(family: Family) -> dict[str, Any]:
         "blocks": list(family.blocks),
         "objective": family.objective,
         "context_parallel": family.context_parallel,
+        "tread": bool(family.routed_blocks),
+        "no_tread_because": family.not_routed or None,
         "model_types": ["lora", "full"],
         "smallest_gpus": _of_first(family),
         "defaults": dict(family.defaults),
@@ -74,8 +76,8 @@ def table(chosen: list[Family]) -> str:
     lines = [
         f"| family | flavours | parameters | block classes | LoRA on {_CARDS} GB GPUs "
         "| 8-bit base | 4-bit base "
-        f"| full on {_CARDS} GB GPUs | context parallel |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| full on {_CARDS} GB GPUs | context parallel | `tread` |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for family in chosen:
         kind = " (video)" if family.frame_step else ""
@@ -86,7 +88,7 @@ def table(chosen: list[Family]) -> str:
             lines.append(
                 f"| {family.title}{kind}<br>`{family.name}` | {flavours} | {size} | {blocks} "
                 + "".join(f"| {_smallest(family, names[0], kind)} " for kind in KINDS)
-                + f"| {parallel} |"
+                + f"| {parallel} | {'yes' if family.routed_blocks else 'no'} |"
             )
     return "\n".join(lines)
 

@@ -262,7 +262,7 @@ def tread(draft: Draft, key: str, value: Any) -> None:
     elif family is not None and not family.routed_blocks:
         draft.unsupported(key, family.not_routed)
     elif not isinstance(routes, list) or not all(isinstance(route, dict) for route in routes):
-        draft.unreadable(key, "it is no list of routes")
+        draft.unreadable(key, "not a list of routes")
     else:
         names = ("start_layer_idx", "end_layer_idx", "selection_ratio")
         parts = [[route.get(name) for name in names] for route in routes]

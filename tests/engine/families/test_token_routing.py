@@ -13,6 +13,7 @@ from engine.toy.components.weights import one_thread
 from engine.train.token_routing import TokenRouting, blocks_in_order
 from jobs.spec.families import FAMILIES
 from tests.support.engine.families import PROMPT, Case, batch_of, cases, chosen, toys_root
+from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -164,6 +165,8 @@ def test_blocks_that_change_nothing_can_be_skipped(case: Case) -> None:
 
 
 def test_each_family_has_blocks_for_it_or_a_reason() -> None:
+    documented = (ROOT / "docs/training.md").read_text()
     for name, facts in FAMILIES.items():
         layout = families.load(name).TOKENS
         assert bool(facts.routed_blocks) is (layout is not None) is (not facts.not_routed), name
+        assert not facts.not_routed or f"| {facts.not_routed} |" in documented

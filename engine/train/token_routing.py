@@ -22,7 +22,7 @@ from engine.diffusion.random_numbers import TOKENS, keyed_generator
 from jobs.spec.rules.token_routes import routes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engine.families import Family
     from engine.families.shared.base import TokenLayout
@@ -60,8 +60,9 @@ class TokenRouting:
             route = _Route(partial(self._kept, number, share), layout)
             self._routes.append(route)
             for block in blocks[first : last + 1]:
+                names = list(signature(type(block).forward).parameters)[1:]
                 hook = self._enter if block is blocks[first] else self._pass
-                block.register_forward_pre_hook(partial(hook, route), with_kwargs=True)
+                block.register_forward_pre_hook(partial(hook, route, names), with_kwargs=True)
             blocks[last].register_forward_hook(partial(self._leave, route))
         if layout.counted_by:
             model.get_submodule(layout.counted_by).register_forward_hook(self._count)
@@ -97,11 +98,16 @@ class TokenRouting:
         self._counted = output.shape[_TOKENS]
 
     def _enter(
-        self, route: _Route, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        route: _Route,
+        names: list[str],
+        _: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Any, Any] | None:
         if self._step is None:
             return None
-        name, *_ = names = _arguments(block)
+        name = names[0]
         whole = kwargs[name] if name in kwargs else args[0]
         route.whole, route.tokens = whole, self._counted or whole.shape[_TOKENS]
         kept = route.gathered(whole, _TOKENS)
@@ -112,9 +118,14 @@ class TokenRouting:
         return route.narrow(names, args, kwargs)
 
     def _pass(
-        self, route: _Route, block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        route: _Route,
+        names: list[str],
+        _: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Any, Any] | None:
-        return None if self._step is None else route.narrow(_arguments(block), args, kwargs)
+        return None if self._step is None else route.narrow(names, args, kwargs)
 
     def _leave(self, route: _Route, _: Any, __: Any, output: Any) -> Any:
         if self._step is None:
@@ -139,7 +150,7 @@ class _Route:
         indices: Rows that stay on the device, by the number of the image's and of the text's.
     """
 
-    draw: Any
+    draw: Callable[[int], torch.Tensor]
     layout: TokenLayout
     tokens: int = 0
     whole: torch.Tensor | None = None
@@ -225,7 +236,8 @@ class _Route:
 
 def blocks_in_order(model: torch.nn.Module, family: Family) -> list[torch.nn.Module]:
     """Return a model's blocks that tokens can be routed around, in the order of forward."""
-    return [block for name in family.facts.routed_blocks for block in model.get_submodule(name)]  # type: ignore[attr-defined]
+    lists = map(model.get_submodule, family.facts.routed_blocks)
+    return [block for blocks in lists for block in blocks.children()]
 
 
 def ends_of_routes(model: torch.nn.Module, spec: RecipeKeys, family: Family) -> set[str]:
@@ -236,8 +248,3 @@ def ends_of_routes(model: torch.nn.Module, spec: RecipeKeys, family: Family) -> 
     routes = routes_of(spec.tread, len(blocks))
     ends = {blocks[place] for first, last, _ in routes for place in (first, last)}
     return {name for name, module in model.named_modules() if module in ends}
-
-
-def _arguments(block: torch.nn.Module) -> list[str]:
-    """Return the names of a block's arguments."""
-    return list(signature(type(block).forward).parameters)[1:]

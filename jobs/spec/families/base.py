@@ -104,9 +104,6 @@ class Family:
         transformer: Class of the denoiser.
         other_names: What published configs call it besides.
         blocks: Its repeated block classes, wrapped by default.
-        routed_blocks: Lists of blocks that `tread` can route tokens around, in order of forward,
-            each with the entry of the denoiser's config that counts them; empty if it cannot.
-        not_routed: Why it cannot, in words.
         flavours: Published models by name; the first is the usual one.
         objective: Flow matching, or denoising on a discrete schedule; what the latter predicts,
             epsilon or v, is in the model's scheduler_config.json.
@@ -127,6 +124,9 @@ class Family:
             can be: "unmasked"; "masked_batches", with a mask where captions in a batch differ in
             length, which no flash attention supports; "masked_samples", in samples too; or "fixed",
             in diffusers classes that have no setting for the kernel.
+        routed_blocks: Lists of blocks that `tread` can route tokens around, in order of forward,
+            each with the entry of the denoiser's config that counts them; empty if it cannot.
+        not_routed: Why it cannot, in words.
         keeps_fp32: Whether its denoiser lists parts that are to stay in fp32.
         latent_step: Sides of images are multiples of this, in pixels.
         longest_side: Of images, in pixels, by the denoiser's config; None for any, or where a
@@ -152,8 +152,6 @@ class Family:
     pipelines: tuple[str, ...]
     transformer: str
     blocks: tuple[str, ...]
-    routed_blocks: Mapping[str, str] = field(default_factory=dict)
-    not_routed: str = ""
     flavours: Mapping[str, Flavour] = field(default_factory=dict)
     objective: Objective = "flow"
     guidance: Guidance = "classifier_free"
@@ -164,6 +162,8 @@ class Family:
     other_names: tuple[str, ...] = ()
     context_parallel: bool = False
     splits_text: bool = True
+    routed_blocks: Mapping[str, str] = field(default_factory=dict)
+    not_routed: str = ""
     keeps_fp32: bool = False
     experts: bool = False
     text_lora: Mapping[str, str] = field(default_factory=dict)

@@ -11,6 +11,8 @@ from engine import families
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.toy.components.weights import one_thread
 from engine.train.token_routing import TokenRouting, blocks_in_order
+from jobs.errors import UserError
+from jobs.models.model_files import check_config
 from jobs.spec.families import FAMILIES
 from tests.support.engine.families import PROMPT, Case, batch_of, cases, chosen, toys_root
 from tests.support.paths import ROOT
@@ -162,6 +164,17 @@ def test_blocks_that_change_nothing_can_be_skipped(case: Case) -> None:
     assert routed.equal(without)
     for name, gradient in gradients.items():
         assert torch.allclose(others[name], gradient, atol=1e-7, rtol=1e-4), name
+
+
+def test_the_config_counts_the_blocks(case: Case) -> None:
+    """So that a range that the model does not have is refused before the job starts."""
+    rig = Rig(case)
+    assert sum(rig.model.config[name] for name in case.facts.routed_blocks.values()) == len(
+        rig.blocks
+    )
+    last = {f"{len(rig.blocks)}..-1": 0.5}
+    with pytest.raises(UserError, match=f"is no range of the model's {len(rig.blocks)} blocks"):
+        check_config(case.spec(tread=last), rig.model.config)
 
 
 def test_each_family_has_blocks_for_it_or_a_reason() -> None:

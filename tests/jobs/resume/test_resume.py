@@ -65,6 +65,7 @@ _OTHER: dict[str, Any] = {
     "lora_rank_pattern": {"to_q": 2},
     "lora_alpha_pattern": {"to_q": 2.0},
     "lokr_factor": 4,
+    "tread": {"2..-2": 0.5},
     "conditioning_resolution": 512,
     "text_encoder_learning_rate": 0.5,
     "validation_scores": ["clip_t"],

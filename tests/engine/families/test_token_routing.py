@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import families
+from engine.families.shared.references import REFERENCE, first_frame_of
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.toy.components.weights import one_thread
 from engine.train.token_routing import TokenRouting, blocks_in_order
@@ -53,6 +54,10 @@ class Rig:
             texts = batch_of(case.encoded("a star"), case.encoded(PROMPT))
         self.condition = case.family.arrange(texts)
         self.noisy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+        if case.first_frame:  # each token has a time of its own
+            self.condition |= first_frame_of(torch.ones_like(self.noisy))
+        elif case.takes is not None:  # tokens of its own
+            self.condition[f"{REFERENCE}0"] = torch.ones_like(self.noisy)
 
     def run(self, step: int | None = None, routing: TokenRouting | None = None) -> Any:
         """Prediction, and the gradient of each parameter."""

@@ -60,6 +60,7 @@ from jobs.spec.rules.lora_conflicts import may_scale
 from jobs.spec.rules.steps import accumulation_steps, steps_of, with_total_steps
 from jobs.spec.rules.strategy import checkpoints_activations
 from jobs.spec.rules.warnings import find_warnings
+from jobs.spec.values.hub_names import use_pins
 
 if TYPE_CHECKING:
     from engine.families import Family
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 def run_rank(run_dir: RunDir, telemetry: Telemetry) -> None:
     """Run the job of a run directory on this rank, from the newest checkpoint if there is one."""
     spec = load_spec(run_dir.job_file)
+    use_pins(run_dir.root)
     choose_backends(spec)
     if moved := stay_near_gpu(on_cpu=spec.device == "cpu"):
         telemetry.say(moved)

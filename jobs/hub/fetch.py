@@ -1,4 +1,4 @@
-"""`python -m jobs.hub.fetch KIND NAME`: download a model or a dataset into the hub's cache.
+"""`python -m jobs.hub.fetch KIND NAME`: download a model or a dataset into its cache.
 
 The process outlives its starter and records its progress in a file, see `jobs.hub.fetches`.
 Complete files are never downloaded again; after a connection failure, partial ones are resumed.
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.hub.fetches import Fetch, forget_start, is_to_end, lock_of
 from jobs.hub.listing import check_room, list_files
+from jobs.hub.stores import bytes_there, compare, copy_store
 from jobs.hub.trouble import HubError, explain
 from jobs.machine import file_lock
 from jobs.machine.start_detached import leave_starter
-from jobs.spec.values.hub_names import HubName, Kind
+from jobs.spec.values.hub_names import HubName, Kind, StoreUrl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,22 +52,25 @@ def fetch(
         pause: Sleeps for these seconds before a retry.
 
     Returns:
-        The folder in the hub's cache.
+        The folder in the cache.
 
     Raises:
         HubError: It cannot be downloaded.
     """
     failures, best = 0, 0
     # files that were there before were verified when they were downloaded
-    intact = {path.name for path in _blobs(name).glob("*")}
+    of_store = isinstance(name, StoreUrl)
+    intact = set() if of_store else {path.name for path in _blobs(name).glob("*")}
     while True:
         try:
+            if isinstance(name, StoreUrl):
+                return copy_store(name, tell, pause)
             listing = list_files(name)
             check_room(listing, name)
             return _download(name, listing, intact, tell)
         except Exception as error:
             trouble = explain(error, name)
-            done = _bytes_there(name)
+            done = bytes_there(name) if isinstance(name, StoreUrl) else _bytes_there(name)
             failures = 1 if done > best else failures + 1
             best = max(best, done)
             if not trouble.passing or failures > _GIVES_UP:
@@ -227,11 +231,13 @@ def _run(name: HubName) -> int:
         forget_start(name)
         return 1
     try:
+        before = name.digest if isinstance(name, StoreUrl) else ""
         folder = fetch(name, tell)
+        difference = compare(before, name) if isinstance(name, StoreUrl) else ""
     except HubError as error:
         tell(Fetch("failed", reason=str(error)))
         return 2
-    tell(Fetch("done", latest.total, latest.total, path=str(folder)))
+    tell(Fetch("done", latest.total, latest.total, difference, str(folder)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Start downloads from the hub, read their progress, and end them.
+"""Start downloads from the hub or a store, read their progress, and end them.
 
 This module neither imports `huggingface_hub` nor accesses the network.
 """
@@ -44,7 +44,7 @@ class Fetch:
         state: `waiting` means waiting for the network.
         done: Downloaded bytes.
         total: Bytes of all files; 0 if not yet known.
-        reason: What it waits for, or why it failed.
+        reason: What it waits for, why it failed, or how a store's data differs from before.
         path: The downloaded folder, once it is complete.
         pid: The downloading process.
         started: Start of that process, in seconds since the boot.
@@ -78,7 +78,7 @@ class Fetch:
 
     def __str__(self) -> str:
         """Format the progress, as in `12.4 GiB of 31.4 GiB`."""
-        far = f"{size(self.done)} of {size(self.total)}" if self.total else "asking the hub"
+        far = f"{size(self.done)} of {size(self.total)}" if self.total else "listing its files"
         return f"{far}; {self.reason}" if self.state == "waiting" else far
 
 

@@ -1,4 +1,4 @@
-"""`python -m jobs.hub.listing KIND NAME`: list the hub files that a job would download.
+"""`python -m jobs.hub.listing KIND NAME`: list the files that a job would download.
 
 It is a separate process because importing `huggingface_hub` takes 0.3 s, and a network may not
 answer.
@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final, get_args
 
-from jobs.hub.trouble import HubError, explain
+from jobs.hub.trouble import HubError, cache_of, explain
 from jobs.models.find_model import find_index
 from jobs.models.model_files import variant_of
 from jobs.models.scorers import is_scorer
@@ -28,7 +28,7 @@ from jobs.spec.values.dataset_files import (
     PICTURE_SUFFIXES,
     VIDEO_SUFFIXES,
 )
-from jobs.spec.values.hub_names import INDEXES, HubName, Kind
+from jobs.spec.values.hub_names import INDEXES, HubName, Kind, StoreUrl, is_url, why_refused
 from jobs.units import size
 
 if TYPE_CHECKING:
@@ -89,14 +89,15 @@ def _select_dataset_files(name: HubName, files: list[str]) -> list[str]:
     inside = [
         path for path in files if not name.folder or path.startswith(f"{name.folder.rstrip('/')}/")
     ]
-    suffixes = {*_TABLES, *PICTURE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES}
-    chosen = [
-        path
-        for path in inside
-        if PurePosixPath(path).suffix.lower() in suffixes
-        or PurePosixPath(path).name in (*METADATA, *_OF_SAVED_TABLES)
-    ]
+    chosen = [path for path in inside if is_data(path)]
     return sorted({*chosen, *(path for path in files if _is_any(path, _NOTES))})
+
+
+def is_data(path: str) -> bool:
+    """Return whether readers of datasets read a file of this name."""
+    suffixes = {*_TABLES, *PICTURE_SUFFIXES, *VIDEO_SUFFIXES, *CAPTION_SUFFIXES}
+    name = PurePosixPath(path)
+    return name.suffix.lower() in suffixes or name.name in (*METADATA, *_OF_SAVED_TABLES)
 
 
 def _is_any(name: str, patterns: Iterable[str]) -> bool:
@@ -196,14 +197,12 @@ def check_room(listing: Listing, name: HubName) -> None:
     Raises:
         HubError: It does not fit.
     """
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
+    cache, variable = cache_of(name)
     free = shutil.disk_usage(nearest(cache)).free
     if listing.missing and free < listing.missing + _SPARE:
         raise HubError(
             f"{name.repo} needs {size(listing.missing)} in {cache}, where {size(free)} are free",
-            "free space, or set HF_HOME to a larger disk",
+            f"free space, or set {variable} to a larger disk",
         )
 
 
@@ -215,9 +214,17 @@ def main() -> int:
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     try:
         if name is None:
-            raise HubError(f"{text} is not a name of the hub", "use ORG/NAME or ORG/NAME@REVISION")
-        with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as scratch:
-            listing = list_files(name, scratch)
+            raise HubError(
+                why_refused(text) or f"{text} is not a name of the hub",
+                None if is_url(text) else "use ORG/NAME or ORG/NAME@REVISION",
+            )
+        if isinstance(name, StoreUrl):
+            from jobs.hub.stores import list_store  # which imports this module
+
+            listing = list_store(name)
+        else:
+            with tempfile.TemporaryDirectory(prefix="fsdp-tui-") as scratch:
+                listing = list_files(name, scratch)
         check_room(listing, name)
     except HubError as error:
         print(f"fsdp-tui: {error}", file=sys.stderr)

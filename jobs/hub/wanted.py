@@ -1,8 +1,9 @@
-"""Find the hub models and datasets that a job names, and which of them are not on this machine."""
+"""Find the models and datasets that a job names, and which must be fetched to this machine."""
 
 from __future__ import annotations
 
 import json
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
@@ -12,7 +13,8 @@ from jobs.models.find_model import find_index
 from jobs.models.scorers import is_scorer, missing_of, scorers_of
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json, write_atomic
-from jobs.spec.values.hub_names import HubName, is_offline
+from jobs.spec.values.datasets import sources_of
+from jobs.spec.values.hub_names import HubName, StoreUrl, is_offline
 from jobs.units import size
 
 if TYPE_CHECKING:
@@ -27,10 +29,10 @@ _WHAT: Final = {"model": "its model", "dataset": "its dataset"}
 
 
 def names_in(spec: DataPlanKeys) -> list[HubName]:
-    """Return the models and the datasets that must be hub names, because no such path exists."""
-    paths = [entry.path for entry in spec.datasets] if spec.datasets else [spec.dataset]
+    """Return the models and the datasets that must be fetched, because no such path exists."""
     models = [spec.pretrained_model_name_or_path, *scorers_of(spec).values()]
-    texts = [*(("model", path) for path in models), *(("dataset", path) for path in paths)]
+    sources = [("dataset", text) for text in sources_of(spec)]
+    texts = [*(("model", path) for path in models), *sources]
     names = [
         name
         for kind, text in texts
@@ -44,8 +46,20 @@ def find_missing(spec: DataPlanKeys) -> list[HubName]:
     return [name for name in names_in(spec) if not _is_complete(name)]
 
 
+def copies_of_stores(spec: InputKeys) -> list[str]:
+    """Say for each store that a job reads how old its copy is: no job looks for changes."""
+    stores = [name for name in names_in(spec) if isinstance(name, StoreUrl) and name.find()]
+    return [
+        f"{name} is used as it was on {time.strftime('%F %H:%M', time.localtime(name.looked_at))}; "
+        f"`fsdp-tui fetch {name}` looks for changes"
+        for name in stores
+    ]
+
+
 def _is_complete(name: HubName) -> bool:
     root = name.find()
+    if isinstance(name, StoreUrl):
+        return root is not None  # a snapshot is complete; only a newer one may be cut off
     if root is None or fetches.is_cut_off(name):
         return False
     if name.kind == "dataset":
@@ -68,24 +82,28 @@ def ask_sizes(
         UserError: One cannot be downloaded; one sentence.
         Cancelled: `cancelled` returned True.
     """
-    if is_offline():
-        return {}
-    sizes = {}
+    offline, sizes = is_offline(), {}
     for name in names:
+        if offline and not isinstance(name, StoreUrl):
+            continue
         try:
             sizes[name] = fetches.ask_size(name, cancelled)[0]
         except ToolError:  # no network
             return {}
         except UserError as error:
-            if name.kind == "dataset":  # more likely a mistyped folder
+            # More likely, it is a mistyped folder.
+            if name.kind == "dataset" and not isinstance(name, StoreUrl):
                 raise UserError(f"no such dataset folder: {name}; and {error}") from None
             raise
-    return {name: count for name, count in sizes.items() if count}
+    # A snapshot may lack nothing but being published.
+    return {name: count for name, count in sizes.items() if count or isinstance(name, StoreUrl)}
 
 
 def question(sizes: Mapping[HubName, int]) -> str:
     """Ask for confirmation: `FLUX.1-dev is not on this machine: fetch 31.4 GiB?`."""
-    names = " and ".join(name.repo.partition("/")[2] for name in sizes)
+    names = " and ".join(
+        str(name) if isinstance(name, StoreUrl) else name.repo.partition("/")[2] for name in sizes
+    )
     verb = "is" if len(sizes) == 1 else "are"
     return f"{names} {verb} not on this machine: fetch {size(sum(sizes.values()))}?"
 
@@ -148,9 +166,9 @@ def why_waiting(run_dir: RunDir) -> tuple[str, bool]:
                     f"minute; see {fetches.log_of(name)}"
                 ), False
             fetches.start(name)
-            return f"waiting for {_WHAT[name.kind]}: asking the hub", False
+            return f"waiting for {_WHAT[name.kind]}: listing its files", False
         if now is None:
-            return f"waiting for {_WHAT[name.kind]}: asking the hub", False
+            return f"waiting for {_WHAT[name.kind]}: listing its files", False
         if now.state == "failed":
             return f"{_WHAT[name.kind]} could not be fetched: {now.reason}", True
         if now.state != "done":

@@ -31,9 +31,10 @@ _TITLES: Final = {
     "index": "sizes and checks of dataset files",
     "webdataset": "unpacked archives of datasets",
     "tables": "copies of datasets' parquet files",
+    "stores": "datasets fetched from object stores",
 }
 _NOT_FOR_JOBS: Final = ("detection",)
-_IGNORE_CACHE_DIR: Final = ("tables",)  # regardless of a job's cache_dir
+_IGNORE_CACHE_DIR: Final = ("tables", "stores")  # regardless of a job's cache_dir
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Cache:
 
     Attributes:
         name: Its name on the command line: detection, latents, masks, class_images, text, index,
-            webdataset, tables.
+            webdataset, tables, stores.
         title: Its contents, in a few words.
         path: Its file or directory, which need not exist.
         bytes: Its size.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.backends import backend
 from jobs.errors import SpecError, StateError, UserError
-from jobs.hub.wanted import find_missing, noted
+from jobs.hub.wanted import copies_of_stores, find_missing, noted
 from jobs.preflight import check_job
 from jobs.preflight.data import missing_partners
 from jobs.queue.job import check_stages
@@ -92,7 +92,7 @@ def plan_submit(
     notes += [*missing, *stage_notes(earlier)]
     wanted = _check(spec, absent)
     check_job.check_beginning(spec)
-    notes += missing_partners(spec)
+    notes += missing_partners(spec) + copies_of_stores(spec)
     notes += backend(spec.launcher).warnings(spec)
     spec = settle(spec)
     if conflicts := find_conflicts(spec):  # its ranks read it from its file, which refuses these

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import yaml
 
 from jobs.errors import UserError
-from jobs.hub.wanted import forget, noted
+from jobs.hub.wanted import forget, names_in, noted
 from jobs.launch import build_launch, full_environment, versions
 from jobs.machine import devices, processes
 from jobs.machine.gpu import still_held
@@ -23,6 +23,7 @@ from jobs.memory.calibration import keep
 from jobs.preflight.check_job import check, check_here
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.file.load import load_spec
+from jobs.spec.values.hub_names import pin_snapshots
 from jobs.supervise import supervisor
 from jobs.supervise.port import Attempt
 from jobs.trackers import start_push, start_trackers
@@ -180,6 +181,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
         check(spec)
         check_here(spec)
         forget(run_dir)
+    pin_snapshots(names_in(spec), run_dir.root)
     started = build_launch(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from jobs.backends.slurm import commands
 from jobs.backends.slurm.script import PYTHON_VARIABLE, on_gpus, per_machine
 from jobs.errors import UserError
+from jobs.hub.wanted import names_in
 from jobs.launch import auto_room, loopback_variables, rank_variables, versions
 from jobs.machine import devices, processes
 from jobs.memory.calibration import keep
@@ -31,6 +32,7 @@ from jobs.run.rundir import event, read_json, read_tail, write_atomic
 from jobs.run.why_failed import rank_exits
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import AS_ASKED, chosen_strategy, launched_strategy, world_size
+from jobs.spec.values.hub_names import pin_snapshots
 from jobs.supervise.port import Attempt, Outcome, UnreachableError
 from jobs.trackers import start_trackers
 
@@ -277,6 +279,7 @@ def start_step(
     """
     before = read_json(run_dir.launch_file) or {}
     run_dir.forget_attempt()
+    pin_snapshots(names_in(spec), run_dir.root)
     strategy, reason = _strategy(spec, before)
     address = spec.main_process_ip or socket.gethostname()
     environment = rank_variables(spec, run_dir, run_id, strategy, reason, on_gpus=on_gpus(spec))

@@ -19,7 +19,8 @@ from jobs.spec.families import (
     widened_of,
 )
 from jobs.spec.rules.strategy import world_size
-from jobs.spec.values.datasets import CONDITIONING, regularizes
+from jobs.spec.values.datasets import CONDITIONING, regularizes, sources_of
+from jobs.spec.values.hub_names import why_refused
 from jobs.spec.values.resolutions import all_resolutions, has_several
 
 if TYPE_CHECKING:
@@ -53,7 +54,15 @@ def no_dataset(spec: InputKeys) -> Conflict | None:
     return Conflict("dataset", "dataset is missing")
 
 
-def datasets(spec: DataKeys) -> Conflict | None:
+def stores(spec: InputKeys) -> Conflict | None:
+    key = "datasets" if spec.datasets else "dataset"
+    why = next((why for text in sources_of(spec) if (why := why_refused(text))), None)
+    return Conflict(key, why, named=True) if why else None
+
+
+def datasets(spec: InputKeys) -> Conflict | None:
+    if stores(spec):
+        return None  # what carries a secret is repeated in no message
     entries = spec.datasets or []
     paths = [(entry.path, entry.split) for entry in entries]
     if twice := next((path for path in paths if paths.count(path) > 1), None):
@@ -207,6 +216,7 @@ def text_encoders(spec: JobSpec) -> Conflict | None:
 
 DATA_RULES = (
     no_dataset,
+    stores,
     datasets,
     partial(captions, "caption_shuffles"),
     partial(captions, "keep_tags"),

@@ -17,7 +17,7 @@ from pydantic import (
 
 from jobs.paths import exists, expand
 from jobs.spec.values import dataset_files
-from jobs.spec.values.hub_names import HubName
+from jobs.spec.values.hub_names import HubName, is_url
 from jobs.spec.values.resolutions import OptionalResolutions
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 from jobs.spec.values.value_types import Bool
@@ -75,7 +75,8 @@ class Dataset(BaseModel):
     """One source of samples.
 
     Attributes:
-        path: A folder of images or videos, or a directory of the `datasets` library.
+        path: A folder of images or videos, a directory of the `datasets` library, a hub name, or
+            an address in an object store.
         repeats: How often each sample occurs in an epoch.
         weight: Its share of all drawn samples, relative to the other datasets' weights. The epoch
             then lasts until every dataset has been used completely.
@@ -123,6 +124,12 @@ class Dataset(BaseModel):
         """Return the number of conditioning images of each sample."""
         return max(len(folders or ()) for folders in (getattr(self, name) for name in CONDITIONING))
 
+    @property
+    def sources(self) -> list[str]:
+        """Return where its files come from: its path, and addresses of masks and conditions."""
+        more = (self.mask_path or "", *(self.conditioning_path or ()))
+        return [self.path, *(text for text in more if is_url(text))]
+
     @model_serializer(mode="wrap")
     def _without_defaults(self, as_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out rarely used settings that have their default."""
@@ -148,18 +155,34 @@ def read_datasets(value: Any) -> Any:
 def datasets_of(spec: InputKeys) -> list[Dataset]:
     """Return the job's datasets, in order; `dataset` becomes a list of one.
 
-    A downloaded hub dataset gets the path of its folder in the cache.
+    A downloaded dataset of the hub or of a store gets the path of its folder in the cache.
     """
     entries = list(spec.datasets) if spec.datasets else [Dataset(path=spec.dataset)]
     return [_with_place(entry) for entry in entries]
 
 
+def sources_of(spec: InputKeys) -> list[str]:
+    """Return what a job's datasets name: paths, hub names, addresses; as in the job file."""
+    entries = spec.datasets or [Dataset(path=spec.dataset or ".")]
+    return [text for entry in entries for text in entry.sources]
+
+
 def _with_place(dataset: Dataset) -> Dataset:
-    name = HubName.read("dataset", dataset.path)
-    if name is None or exists(expand(dataset.path)):
+    places = {text: str(path) for text in dataset.sources if (path := _fetched(text)) is not None}
+    if not places:
         return dataset
-    path = name.find()
-    return dataset.model_copy(update={"path": str(path)}) if path is not None else dataset
+    own: dict[str, str | list[str] | None] = {
+        "path": places.get(dataset.path, dataset.path),
+        "mask_path": places.get(dataset.mask_path or "", dataset.mask_path),
+    }
+    if dataset.conditioning_path:
+        own["conditioning_path"] = [places.get(text, text) for text in dataset.conditioning_path]
+    return dataset.model_copy(update=own)
+
+
+def _fetched(text: str) -> Path | None:
+    name = HubName.read("dataset", text)
+    return None if name is None or exists(expand(text)) else name.find()
 
 
 def regularizes(spec: DataKeys) -> bool:

@@ -1,12 +1,25 @@
-"""Parse names of hub models and datasets, and find them in the local cache."""
+"""Parse names of what is fetched: hub models and datasets, datasets in object stores.
+
+Both are found in the local cache, without a network.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
+from urllib.parse import urlsplit
+
+from jobs.paths import cache_home
+from jobs.run.rundir import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Kind = Literal["model", "dataset"]
 
@@ -21,6 +34,9 @@ _NAME: Final = re.compile(
 # process.
 _folders: dict[HubName, Path] = {}
 _TRUE: Final = ("1", "true", "on", "yes")
+_URL: Final = re.compile(r"(?P<protocol>[a-z][a-z0-9+.:-]+)://(?P<rest>.*)", re.IGNORECASE)
+_LOCAL: Final = ("file", "local", "memory", "data")  # protocols of fsspec that are no store's
+_PINS: Final = "stores.json"  # in a run directory: address → digest of the snapshot
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,9 @@ class HubName:
 
     @classmethod
     def read(cls, kind: Kind, text: str) -> HubName | None:
-        """Parse a hub name; None if the text cannot be one."""
+        """Parse the name of something to fetch; None if the text cannot be one."""
+        if kind == "dataset" and is_url(text):
+            return None if why_refused(text) else StoreUrl.of(text)
         match = _NAME.fullmatch(text.strip().removesuffix("/"))
         if match is None or ".." in text:
             return None
@@ -86,6 +104,133 @@ class HubName:
             return None
         _folders[self] = folder
         return folder
+
+
+# -- object stores ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoreUrl(HubName):
+    """A dataset in an object store, `s3://BUCKET/FOLDER`; used wherever a hub dataset may be.
+
+    Its copies are snapshots, each of them one listing of the folder. `jobs.hub.stores` writes them:
+
+        current                   the digest of the newest snapshot
+        <digest>.json             its objects with sizes and versions; present once it is complete
+        snapshots/<digest>/NAME/  the dataset: links to objects
+        objects/                  the objects, each once, named after its key and version
+
+    Attributes:
+        repo: The address.
+    """
+
+    @classmethod
+    def of(cls, text: str) -> StoreUrl:
+        """Return the address without differences in spelling."""
+        protocol, _, rest = text.strip().partition("://")
+        return cls("dataset", f"{protocol.lower()}://{rest.rstrip('/')}")
+
+    @property
+    def protocol(self) -> str:
+        """Return what precedes `://`."""
+        return self.repo.partition("://")[0]
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the address, after which the dataset's folder is named."""
+        return re.sub(r"[^\w.-]", "-", self.repo.rpartition("/")[2]).lstrip(".")[:100] or "data"
+
+    @property
+    def slug(self) -> str:
+        """Return a unique file name."""
+        digest = hashlib.sha256(self.repo.encode()).hexdigest()[:12]
+        return f"{self.protocol}--{self.name}--{digest}"
+
+    @property
+    def root(self) -> Path:
+        """Return the directory of its copies in the cache."""
+        return cache_home() / "stores" / self.slug
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the snapshot that this process reads; "" if there is none."""
+        if (pinned := _pins.get(self)) and self.has(pinned):
+            return pinned
+        try:
+            newest = (self.root / "current").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return ""
+        return newest if self.has(newest) else ""
+
+    @property
+    def looked_at(self) -> float:
+        """Return when the store was last listed for the newest snapshot; Unix seconds, 0: never."""
+        with suppress(OSError):
+            return (self.root / "current").stat().st_mtime
+        return 0.0
+
+    def has(self, digest: str) -> bool:
+        """Return whether a snapshot is complete."""
+        return self.listing_file(digest).is_file()
+
+    def listing_file(self, digest: str) -> Path:
+        """Return the file that lists a snapshot's objects."""
+        return self.root / f"{digest}.json"
+
+    def folder_of(self, digest: str) -> Path:
+        """Return a snapshot's folder, which is the dataset."""
+        return self.root / "snapshots" / digest / self.name
+
+    def find(self) -> Path | None:
+        """Return the folder of its snapshot, which is complete; None if there is none."""
+        return self.folder_of(digest) if (digest := self.digest) else None
+
+
+_pins: dict[StoreUrl, str] = {}
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text is an address rather than a path or a hub name."""
+    return _URL.fullmatch(text.strip()) is not None
+
+
+def why_refused(text: str) -> str:
+    """Return why an address is not accepted in a job, without repeating it; "" if it is."""
+    match = _URL.fullmatch(text.strip())
+    if match is None:
+        return ""
+    protocol, rest = match["protocol"].lower(), match["rest"]
+    if "@" in urlsplit(f"//{rest}").netloc or "?" in rest:
+        return (
+            "an address must not carry a user, password or signature; job files hold no secrets: "
+            "log in on this machine, e.g. with `aws configure`, or set AWS_PROFILE"
+        )
+    if protocol in _LOCAL:
+        return f"{protocol}:// is not an object store; write the path of the folder"
+    if "::" in text or "*" in rest or not rest.strip("/"):
+        return "an address names one folder or object, such as s3://BUCKET/FOLDER"
+    return ""
+
+
+def pin_snapshots(names: Iterable[HubName], run_root: Path) -> None:
+    """Record which snapshots a run reads, so that a later attempt reads the same data.
+
+    A snapshot that is recorded already stays, unless it was deleted.
+    """
+    before = read_json(run_root / _PINS) or {}
+    stores = [name for name in names if isinstance(name, StoreUrl)]
+    pins = {
+        str(name): pinned if name.has(pinned := str(before.get(str(name)))) else name.digest
+        for name in stores
+    }
+    if pins != before:
+        write_atomic(run_root / _PINS, json.dumps(pins) + "\n", durable=True)
+
+
+def use_pins(run_root: Path) -> None:
+    """Let this process read the snapshots that a run has recorded."""
+    pins = read_json(run_root / _PINS) or {}
+    _pins.update({StoreUrl.of(url): str(digest) for url, digest in pins.items()})
 
 
 def is_offline() -> bool:

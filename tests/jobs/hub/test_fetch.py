@@ -273,7 +273,7 @@ def test_a_job_waits_for_its_model_and_starts(
     hub.down = [503] * 3
     job = service.carry_out(store, plan_submit(store, spec, list(sizes)))
     assert job.state is State.QUEUED
-    assert job.reason == "waiting for its model: asking the hub"
+    assert job.reason == "waiting for its model: listing its files"
 
     def starts() -> bool:
         service.refresh(store)

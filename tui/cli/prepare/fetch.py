@@ -13,7 +13,7 @@ from jobs.hub import fetches
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, question
 from jobs.machine.engine_tools import ToolError
 from jobs.spec.data_tool import NOT_NEEDED
-from jobs.spec.values.hub_names import HubName
+from jobs.spec.values.hub_names import HubName, StoreUrl, is_url, why_refused
 from jobs.units import size
 from tui.cli.echo import ProgressLine, echo
 from tui.cli.job_arguments import JSON, read_job, warn
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import DataPlanKeys
 
 FETCH: Final = click.option(
-    "--fetch", is_flag=True, help="Fetch a missing model or dataset of the hub without asking."
+    "--fetch", is_flag=True, help="Fetch a missing model or dataset without asking."
 )
 _INTERRUPTED: Final = 130
 
@@ -49,15 +49,17 @@ def fetch(
     background: bool,
     as_json: bool,
 ) -> int:
-    """Fetch models or datasets from the Hugging Face hub.
+    """Fetch models or datasets from the Hugging Face hub, or datasets from an object store.
 
-    Names are ORG/NAME or ORG/NAME@REVISION; a dataset may have a folder: ORG/NAME/FOLDER. Only the
-    files that a job reads are fetched, into the usual cache (HF_HOME). It continues when the
-    connection closes; Ctrl-C stops it, and the same command continues after the last complete file.
+    Names are ORG/NAME or ORG/NAME@REVISION; a dataset may have a folder: ORG/NAME/FOLDER, or be an
+    address such as s3://BUCKET/FOLDER. Only the files that a job reads are fetched, into the usual
+    cache (HF_HOME; of stores, XDG_CACHE_HOME). It continues when the connection closes; Ctrl-C
+    stops it, and the same command continues after the last complete file.
 
     \b
     fsdp-tui fetch black-forest-labs/FLUX.1-dev
     fsdp-tui fetch --dataset ORG/NAME
+    fsdp-tui fetch s3://BUCKET/FOLDER
     fsdp-tui fetch --job job.yaml --dry-run
     """
     hub_names = [_read(text, datasets=datasets) for text in names]
@@ -68,7 +70,7 @@ def fetch(
     fetched = []
     for name in dict.fromkeys(hub_names):
         missing, total = fetches.ask_size(name)
-        if missing and not dry_run:
+        if (missing or isinstance(name, StoreUrl)) and not dry_run:
             fetched.append(_fetch(name, background=background) | {"bytes": total})
         else:
             fetched.append(
@@ -99,9 +101,11 @@ def offer(spec: DataPlanKeys, *, fetch: bool, dry_run: bool = False) -> list[Hub
 
 
 def _read(text: str, *, datasets: bool) -> HubName:
-    kind, name = "dataset" if datasets else "model", text
+    kind, name = "dataset" if datasets or is_url(text) else "model", text
     if text.startswith("datasets/"):
         kind, name = "dataset", text.removeprefix("datasets/")
+    if why := why_refused(text):
+        raise UserError(why)
     hub_name = HubName.read(kind, name)  # type: ignore[arg-type]
     if hub_name is None:
         raise UserError(f"{text} is not a name of the hub", "use ORG/NAME or ORG/NAME@REVISION")
@@ -134,6 +138,8 @@ def _fetch(name: HubName, *, background: bool) -> dict[str, object]:
             raise SystemExit(_INTERRUPTED) from None
     if ended.state != "done":
         raise ToolError(f"{name} could not be fetched: {ended.reason}")
+    if ended.reason:
+        warn(f"{name} has changed since it was fetched last: {ended.reason}")
     return {"name": str(name), "kind": name.kind, "path": ended.path}
 
 

@@ -1,0 +1,341 @@
+"""Datasets in object stores: fetched once and whole, whatever is cut, and read as they were."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from jobs import service
+from jobs.errors import SpecError
+from jobs.hub import fetch as fetching
+from jobs.hub import fetches, listing, stores
+from jobs.hub.trouble import HubError, explain
+from jobs.hub.wanted import ask_sizes, find_missing, names_in, question
+from jobs.preflight.data import check_dataset
+from jobs.queue.states import State
+from jobs.service.caches import clear, list_caches
+from jobs.service.plan import plan_submit
+from jobs.spec.file.load import load_spec
+from jobs.spec.values import hub_names
+from jobs.spec.values.datasets import datasets_of
+from jobs.spec.values.hub_names import HubName, StoreUrl, pin_snapshots, use_pins, why_refused
+from tests.conftest import plain_png
+from tests.support.hub.objects import Objects, serve_objects
+from tests.support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from jobs.hub.fetches import Fetch
+    from jobs.queue.store import Store
+
+_SMALL = 1000  # bytes of a range in these tests
+
+
+@pytest.fixture
+def bucket(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub_names, "_pins", {})
+    monkeypatch.setattr(stores, "_RANGE", _SMALL)
+    with serve_objects() as store:
+        yield store
+
+
+def cats(count: int = 3) -> dict[str, bytes]:
+    """Pictures with captions, and what no job reads."""
+    pictures = {f"cats/{n}.png": plain_png((n, 9, 9)) for n in range(count)}
+    captions = {f"cats/{n}.txt": f"cat {n}".encode() for n in range(count)}
+    return pictures | captions | {"cats/notes.xlsx": b"no", "cats/.hidden.png": b"no"}
+
+
+def large(seed: int = 0) -> dict[str, bytes]:
+    """Objects of no, one and several ranges, below folders, one with a name to be quoted."""
+    sizes = {"a.tar": 5300, "b/c d.tar": 3000, "b/e.tar": 999, "b/f.txt": 0, "g.tar": 1000}
+    draws = random.Random(seed)
+    return {f"cats/{name}": draws.randbytes(size) for name, size in sizes.items()}
+
+
+def url_of(bucket: Objects, folder: str = "cats") -> StoreUrl:
+    return StoreUrl.of(f"{bucket.url}/{folder}")
+
+
+def fetch(url: StoreUrl, told: list[Fetch] | None = None) -> Path:
+    """In this process, without pauses."""
+    tell = told.append if told is not None else lambda now: None
+    return fetching.fetch(url, tell, pause=lambda seconds: None)
+
+
+def tree_of(root: Path) -> dict[str, bytes]:
+    return {
+        f"cats/{path.relative_to(root)}": path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("s3://user:word@bucket/cats", "user, password or signature"),
+        ("s3://AKIAABCDEFGHIJKLMNOP@bucket", "user, password or signature"),
+        ("https://host/cats?X-Amz-Signature=word", "user, password or signature"),
+        ("file:///data/cats", "write the path"),
+        ("s3://bucket/*.tar", "one folder or object"),
+        ("simplecache::s3://bucket/cats", "one folder or object"),
+        ("s3://", "one folder or object"),
+    ],
+)
+def test_an_address_that_no_job_file_may_hold(
+    address: str, says: str, job_values: dict[str, Any]
+) -> None:
+    several = {"dataset": None, "datasets": [{"path": "here"}, {"path": address}]}
+    for values in ({"dataset": address}, several, several | {"datasets": [address, address]}):
+        with pytest.raises(SpecError, match=says) as error:
+            load_spec(None, job_values | values)
+        assert "word" not in str(error.value).replace("password", "")
+    assert HubName.read("dataset", address) is None
+
+
+def test_addresses_name_their_place_in_the_cache() -> None:
+    url = HubName.read("dataset", " S3://bucket/some/cats/ ")
+    assert isinstance(url, StoreUrl)
+    assert (str(url), url.protocol, url.name) == ("s3://bucket/some/cats", "s3", "cats")
+    slugs = {
+        StoreUrl.of(f"s3://bucket/{text}").slug for text in ("a/b", "a-b", "a/../b", "é" * 900)
+    }
+    assert len(slugs) == 4
+    assert all("/" not in slug and len(slug) < 200 for slug in slugs)
+    assert not any(map(why_refused, ("s3://b/c", "gs://b", "az://c/d", "ORG/NAME", "/data/a@b?")))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_cut_connections_lose_nothing_and_fetch_nothing_twice(bucket: Objects, seed: int) -> None:
+    bucket.objects = large(seed)
+    bucket.cuts, bucket.down = random.Random(seed), [503, 500]
+    told: list[Fetch] = []
+    folder = fetch(url_of(bucket), told)
+    assert tree_of(folder) == bucket.objects
+    assert set(bucket.whole.values()) == {1}, "each range comes to its end once"
+    assert len(bucket.whole) == 6 + 3 + 1 + 1
+    assert told[-1].done == told[-1].total == sum(map(len, bucket.objects.values()))
+    assert not [*folder.parents[2].rglob("*.part")]
+    before = bucket.sent
+    assert fetch(url_of(bucket)) == folder
+    assert bucket.sent == before
+
+
+def test_an_object_that_changes_meanwhile_is_fetched_in_one_version(bucket: Objects) -> None:
+    """One is overwritten between two of its ranges, another one is deleted before its first."""
+    bucket.objects = large()
+    other = random.Random(7).randbytes(5300)
+
+    def change(key: str, begin: int) -> None:
+        if key == "cats/a.tar" and begin == 2 * _SMALL:
+            bucket.objects["cats/a.tar"] = other
+        if key == "cats/g.tar":
+            bucket.objects.pop(key, None)
+
+    bucket.on_range = change
+    folder = fetch(url_of(bucket))
+    assert tree_of(folder)["cats/a.tar"] == other
+    assert set(tree_of(folder)) == set(large()) - {"cats/g.tar"}
+
+
+@pytest.mark.parametrize(
+    ("objects", "status", "says"),
+    [
+        (cats(), 403, "the store refuses access to .*; only public addresses can be read"),
+        ({}, 0, "there is nothing at .*/cats; check the address"),
+        ({"cats/notes.xlsx": b"no"}, 0, "has no images or tables"),
+        ({f"cats/{'a' * 252}.png": b"no"}, 0, "cannot be a file of that name here; rename it"),
+    ],
+)
+def test_what_cannot_be_fetched_is_one_sentence(
+    bucket: Objects, objects: dict[str, bytes], status: int, says: str
+) -> None:
+    bucket.objects, bucket.refused = objects, status
+    with pytest.raises(HubError, match=says) as error:
+        fetch(url_of(bucket))
+    assert not error.value.passing
+
+
+class NoCredentialsError(Exception):
+    """As botocore names it."""
+
+
+class ClientError(Exception):
+    """As botocore's."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("secret: AKIAABCDEFGHIJKLMNOP")
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+@pytest.mark.parametrize(
+    ("error", "passing", "says"),
+    [
+        (NoCredentialsError(), False, "no credentials for s3://b/cats .* `aws configure`, or set"),
+        (PermissionError("AccessDenied"), False, "refuses access to s3://b/cats; run `aws conf"),
+        (ImportError("s3fs"), False, "needs the package s3fs, .*; pip install s3fs"),
+        (FileNotFoundError("b"), False, "there is no s3://b/cats"),
+        (ValueError("Bucket name"), False, "cannot be read"),
+        (ClientError(400), False, "cannot be read"),
+        (ClientError(403), False, "refuses access"),
+        (ClientError(503), True, "answered with status 503"),
+        (TimeoutError(), True, "cannot be reached"),
+        (ConnectionResetError(), True, "cannot be reached"),
+    ],
+)
+def test_errors_of_s3_are_told_apart(error: Exception, passing: bool, says: str) -> None:
+    trouble = explain(error, StoreUrl.of("s3://b/cats"))
+    assert trouble.passing is passing
+    with pytest.raises(HubError, match=says):
+        raise trouble
+    assert "AKIA" not in str(trouble)
+
+
+def test_a_full_disk_is_told_before(bucket: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.objects = large()
+    monkeypatch.setattr(listing, "_SPARE", 1 << 60)
+    with pytest.raises(HubError, match=r"needs .* free; free space, or set XDG_CACHE_HOME"):
+        fetch(url_of(bucket))
+    assert bucket.sent == 0
+
+
+def test_a_run_keeps_the_data_that_it_began_with(
+    bucket: Objects, tmp_path: Path, job_values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.objects = cats()
+    url = url_of(bucket)
+    spec = load_spec(None, job_values | {"dataset": str(url)})
+    first = fetch(url)
+    pin_snapshots(names_in(spec), tmp_path)
+    bucket.objects["cats/0.txt"] = b"another caption"
+    del bucket.objects["cats/1.png"]
+    bucket.objects["cats/9.txt"] = b"new"
+    second = fetch(url)
+    assert (
+        stores.compare(first.parent.name, url) == "1 new (9.txt), 1 gone (1.png), 1 changed (0.txt)"
+    )
+    assert [entry.path for entry in datasets_of(spec)] == [str(second)], "a new job"
+    assert (second / "0.txt").read_bytes() == b"another caption"
+    pin_snapshots(names_in(spec), tmp_path)  # the next attempt
+    use_pins(tmp_path)
+    assert [entry.path for entry in datasets_of(spec)] == [str(first)]
+    assert (first / "0.txt").read_bytes() == b"cat 0"
+    assert (first / "1.png").exists()
+    url.listing_file(first.parent.name).unlink()  # its copy is deleted
+    pin_snapshots(names_in(spec), tmp_path)
+    use_pins(tmp_path)
+    assert [entry.path for entry in datasets_of(spec)] == [str(second)]
+
+
+def test_a_cleared_cache_has_no_half_copies(bucket: Objects, store: Store) -> None:
+    """Whatever `cache clear` had deleted when it was killed, the copy does not count any more."""
+    bucket.objects = cats(2)
+    url = url_of(bucket)
+    folder = fetch(url)
+    measured = {cache.name: cache for cache in list_caches(store)}["stores"]
+    assert measured.bytes > sum(len(bucket.objects[f"cats/{n}.png"]) for n in range(2))
+    (folder / "0.png").resolve().unlink()
+    for path in url.root.iterdir():
+        if path.is_file():
+            path.unlink()
+    assert url.find() is None
+    before = bucket.sent
+    assert fetch(url) == folder
+    assert bucket.sent - before == len(bucket.objects["cats/0.png"])
+    assert (folder / "0.png").read_bytes() == bucket.objects["cats/0.png"]
+    clear(store, ["stores"])
+    assert url.find() is None
+    assert not any(path.is_file() for path in url.root.parent.rglob("*"))
+
+
+def test_local_and_remote_datasets_mix(
+    bucket: Objects, make_data: Any, job_values: dict[str, Any], store: Store, no_gpus: None
+) -> None:
+    bucket.objects = cats() | {"masks/0.png": plain_png((0, 0, 0))}
+    here, url, masks = make_data("here"), url_of(bucket), url_of(bucket, "masks")
+    values = [{"path": str(here), "repeats": 2}, {"path": str(url), "mask_path": str(masks)}]
+    more = {"dataset": None, "datasets": values, "masked_loss": "file"}
+    spec = load_spec(None, job_values | more)
+    assert find_missing(spec) == [url, masks]
+    with pytest.raises(SpecError, match=rf"{url} is not on this machine; `fsdp-tui fetch {url}`"):
+        check_dataset(spec)
+    folder = fetch(url)
+    assert find_missing(spec) == [masks]
+    only = fetch(masks)
+    paths = [(entry.path, entry.mask_path) for entry in datasets_of(spec)]
+    assert paths == [(str(here), None), (str(folder), str(only))]
+    assert check_dataset(spec) == 6
+    (note, _) = [line for line in plan_submit(store, spec).warnings if "is used as" in line]
+    assert note.startswith(f"{url} is used as it was on ")
+
+
+@pytest.mark.slow
+def test_a_job_waits_for_its_dataset_and_starts(
+    bucket: Objects,
+    store: Store,
+    job_values: dict[str, Any],
+    started: list[int],
+    no_gpus: None,
+) -> None:
+    bucket.objects = cats()
+    url = url_of(bucket)
+    spec = load_spec(None, job_values | {"dataset": str(url)})
+    sizes = ask_sizes(find_missing(spec))
+    data = sum(len(bucket.objects[f"cats/{n}.{end}"]) for n in range(3) for end in ("png", "txt"))
+    assert sizes == {url: data}
+    assert question(sizes).startswith(f"{url} is not on this machine: fetch ")
+    job = service.carry_out(store, plan_submit(store, spec, list(sizes)))
+    assert job.reason == "waiting for its dataset: listing its files"
+
+    def starts() -> bool:
+        service.refresh(store)
+        return store.get(job.id).state is State.STARTING
+
+    eventually(starts, told=lambda: store.get(job.id))
+    assert started == [job.id]
+    assert url.find() is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_a_killed_fetch_continues_within_its_objects(bucket: Objects, seed: int) -> None:
+    """Killed at random moments, while ranges of 2 MiB are under way; what was synced is kept."""
+    draws = random.Random(seed)
+    bucket.objects = {f"cats/{n}.tar": draws.randbytes(5_000_000 + n) for n in range(3)}
+    url = url_of(bucket)
+
+    def whole_bytes() -> int:
+        return sum(min(2 << 20, len(bucket.objects[key]) - begin) for key, begin in [*bucket.whole])
+
+    for stop in sorted(draws.sample(range(1, 14_000_000), 3)):
+        bucket.held_from = stop
+        fetches.start(url)
+        eventually(lambda: bucket.held)
+        # All ranges that were sent to their end get to the disk; the others are held.
+        eventually(lambda: stores.bytes_there(url) == whole_bytes(), seconds=20)
+        now = fetches.look_at(url)
+        assert now is not None
+        os.kill(now.pid, signal.SIGKILL)
+        eventually(lambda: not fetches.is_under_way(url))
+        bucket.drop_held()
+        assert url.find() is None
+    fetches.start(url)
+    ended = fetches.wait(url, lambda now: None, every=0.02)
+    assert ended.state == "done", ended
+    folder = url.find()
+    assert folder is not None
+    assert tree_of(folder) == bucket.objects
+    assert set(bucket.whole.values()) == {1}
+    facts = json.loads(url.listing_file(folder.parent.name).read_text())
+    assert {path: size for path, (size, _) in facts["objects"].items()} == {
+        f"{n}.tar": 5_000_000 + n for n in range(3)
+    }

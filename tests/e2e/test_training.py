@@ -26,6 +26,7 @@ from jobs.machine.processes import with_run_id
 from jobs.queue.states import State
 from jobs.run.eventlog import EventLog, read_report
 from jobs.run.rundir import RunDir
+from tests.support.hub.objects import serve_objects
 from tests.support.jobs.held_ranks import HeldRanks, has_done_more_than
 from tests.support.jobs.real_jobs import PATIENCE, Bench, Run
 
@@ -239,6 +240,34 @@ def test_what_ran_and_why_is_told(bench: Bench, full: Run) -> None:
     assert "warning      fsdp_version: FSDP v1 is deprecated" in shown
     log = full.files.rank_log(1).read_text()
     assert "rank 1 of 2 on cpu; fsdp2: fsdp_enable is on" in log
+
+
+@pytest.mark.slow
+def test_a_job_on_a_store_trains_as_on_a_folder_and_keeps_its_data(
+    bench: Bench, straight: Run, toy: Path
+) -> None:
+    """The store's data changes, and is fetched again, before the job is resumed."""
+    with serve_objects() as store:
+        files = {f"shapes/{path.name}": path.read_bytes() for path in (toy / "data").iterdir()}
+        store.objects, url = dict(files), f"{store.url}/shapes"
+        more = {"name": "remote", "dataset": url, "train_batch_size": 2}
+        job_file = bench.job_file(max_train_steps=3, **more)
+        done = bench.cli("submit", str(job_file), "--fetch")
+        assert done.returncode == 0, done.stderr
+        job = int(done.stdout)
+        facts = bench.wait(job, "completed", "failed")
+        assert facts["state"] == "completed", facts["reason"]
+        caption = next(key for key in files if key.endswith(".txt"))
+        store.objects[caption] = b"something else"
+        done = bench.cli("fetch", url)
+        assert f"1 changed ({Path(caption).name})" in done.stderr, done
+    assert bench.cli("resume", str(job), "--max_train_steps=6").returncode == 0
+    facts = bench.wait(job, "completed", "failed")
+    assert facts["state"] == "completed", facts["reason"]
+    run = Run(job, RunDir(Path(facts["run_dir"])))
+    assert run.losses == straight.losses[:6], "bit for bit"
+    assert yaml.safe_load(run.files.job_file.read_text())["dataset"] == url
+    assert "has changed" not in run.files.events.read_text()
 
 
 def test_stop_saves_within_a_step_and_resume_equals_never_stopping(

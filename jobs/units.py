@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
 
 def size(count: float) -> str:
@@ -43,3 +43,12 @@ def ordinal(number: int) -> str:
     """Return `1st`, `2nd`, `3rd`, `4th`, `11th`, `21st`."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
     return f"{number}{ending or 'th'}"
+
+
+def named_counts(names: Mapping[str, Sequence[str]]) -> str:
+    """Count names by kind, as in `5 new (a.png, b.png, c.png, …), 1 gone (d.png)`; "" for none."""
+    return ", ".join(
+        f"{len(each):,} {kind} ({', '.join(each[:3])}{', …' if len(each) > 3 else ''})"
+        for kind, each in names.items()
+        if each
+    )

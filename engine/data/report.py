@@ -22,6 +22,7 @@ from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
 from jobs.spec.rules.steps import global_batch_size, preserves, total_steps, trains_to_base
 from jobs.spec.values.datasets import datasets_of, find_layout
 from jobs.spec.values.resolutions import all_resolutions
+from jobs.units import named_counts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -531,20 +532,19 @@ def _contents(sample: Sample) -> list[str]:
 
 
 def changed_since(before: DataIndex, now: DataIndex) -> str:
-    """Describe how two indexes of a job's data differ; "" if they are the same."""
+    """Describe how two indexes of a job's data differ: `2 new (a.png, …)`; "" if they do not."""
     old, new = ({(s.dataset, s.name): s for s in index.samples} for index in (before, now))
-    added, gone = len(new.keys() - old.keys()), len(old.keys() - new.keys())
-    pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
-    pictures = sum(a.digest != b.digest for a, b in pairs)
-    captions = sum(a.captions != b.captions for a, b in pairs)
-    references = sum(_contents(a) != _contents(b) for a, b in pairs)
-    weights = sum((a.mask, a.loss_weight) != (b.mask, b.loss_weight) for a, b in pairs)
-    facts = [
-        (added, "new"),
-        (gone, "gone"),
-        (pictures, "changed"),
-        (captions, "with another caption"),
-        (references, "with another conditioning image"),
-        (weights, "with another mask or loss weight"),
-    ]
-    return ", ".join(f"{count} {text}" for count, text in facts if count)
+    pairs = [(old[key], new[key]) for key in sorted(old.keys() & new.keys())]
+    facts = {
+        "new": [name for _, name in sorted(new.keys() - old.keys())],
+        "gone": [name for _, name in sorted(old.keys() - new.keys())],
+        "changed": [b.name for a, b in pairs if a.digest != b.digest],
+        "with another caption": [b.name for a, b in pairs if a.captions != b.captions],
+        "with another conditioning image": [
+            b.name for a, b in pairs if _contents(a) != _contents(b)
+        ],
+        "with another mask or loss weight": [
+            b.name for a, b in pairs if (a.mask, a.loss_weight) != (b.mask, b.loss_weight)
+        ],
+    }
+    return named_counts(facts)

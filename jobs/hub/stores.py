@@ -28,6 +28,7 @@ from jobs.hub.trouble import HubError, explain, no_room
 from jobs.machine import file_lock
 from jobs.paths import ensure_private_dir
 from jobs.run.rundir import read_json, sync, write_atomic
+from jobs.units import named_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -394,13 +395,10 @@ def compare(before: str, url: StoreUrl) -> str:
         (read_json(url.listing_file(digest)) or {}).get("objects", {})
         for digest in (before, url.digest)
     )
-    kinds = {
-        "new": sorted(new.keys() - old.keys()),
-        "gone": sorted(old.keys() - new.keys()),
-        "changed": sorted(path for path in old.keys() & new.keys() if old[path] != new[path]),
-    }
-    return ", ".join(
-        f"{len(paths):,} {kind} ({', '.join(paths[:3])}{', …' if len(paths) > 3 else ''})"
-        for kind, paths in kinds.items()
-        if paths
+    return named_counts(
+        {
+            "new": sorted(new.keys() - old.keys()),
+            "gone": sorted(old.keys() - new.keys()),
+            "changed": sorted(path for path in old.keys() & new.keys() if old[path] != new[path]),
+        }
     )

@@ -18,7 +18,7 @@ from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import Buckets
 from jobs.spec.rules.cascade import settle
 from jobs.spec.values import dataset_files, datasets
-from jobs.spec.values.hub_names import HubName, is_url
+from jobs.spec.values.hub_names import HubName, is_url, why_refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +54,8 @@ def check_dataset(spec: JobSpec) -> int:
 def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     root = expand(dataset.path)
     if url := next(filter(is_url, dataset.sources), None):  # a copy would have a path
+        if why := why_refused(url):
+            raise SpecError(why)
         raise SpecError(
             f"{url} is not on this machine", f"`fsdp-tui fetch {url}` first, or submit with --fetch"
         )

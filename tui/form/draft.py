@@ -27,7 +27,7 @@ from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import SHARDING, chosen_strategy, depends_on_memory, world_size
 from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.datasets import with_folder_repeats
-from jobs.spec.values.hub_names import HubName, is_offline
+from jobs.spec.values.hub_names import HubName, is_offline, is_url
 from tui.form.pages import BLOCKS, PATHS, SHOWN, label
 from tui.text.block_text import Model
 
@@ -486,6 +486,8 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         check_job.check_model(spec)
         return True, f"a {spec.model_family} model"
     except UserError as error:
+        if is_url(text) and names_hub(name, values):
+            return False, f"{text} is not on this machine; ^r offers to fetch it"
         if names_hub(name, values) and not is_offline():
             if name == "dataset":
                 return False, f"no such dataset folder: {text}; if it is on the hub, ^r fetches it"

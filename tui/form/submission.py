@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # What can prevent queueing: an invalid path, a running lookup, an open question.
 
 
-_ASKS: Final = "Not on this machine; asking the hub how large it is …"
+_ASKS: Final = "Not on this machine; asking how large it is …"
 _WAITS: Final = "Checking model, data and memory … ^r again queues without waiting."
 
 

@@ -11,6 +11,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import urlsplit
@@ -59,7 +60,7 @@ class HubName:
     def read(cls, kind: Kind, text: str) -> HubName | None:
         """Parse the name of something to fetch; None if the text cannot be one."""
         if kind == "dataset" and is_url(text):
-            return None if why_refused(text) else StoreUrl.of(text)
+            return _store(text)
         match = _NAME.fullmatch(text.strip().removesuffix("/"))
         if match is None or ".." in text:
             return None
@@ -140,7 +141,7 @@ class StoreUrl(HubName):
         """Return the last part of the address, after which the dataset's folder is named."""
         return re.sub(r"[^\w.-]", "-", self.repo.rpartition("/")[2]).lstrip(".")[:100] or "data"
 
-    @property
+    @cached_property
     def slug(self) -> str:
         """Return a unique file name."""
         digest = hashlib.sha256(self.repo.encode()).hexdigest()[:12]
@@ -156,10 +157,14 @@ class StoreUrl(HubName):
         """Return the digest of the snapshot that this process reads; "" if there is none."""
         if (pinned := _pins.get(self)) and self.has(pinned):
             return pinned
+        current = self.root / "current"
         try:
-            newest = (self.root / "current").read_text(encoding="utf-8").strip()
+            stamp = current.stat().st_mtime_ns
+            if _newest.get(self, (0, ""))[0] != stamp:
+                _newest[self] = stamp, current.read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return ""
+        newest = _newest[self][1]
         return newest if self.has(newest) else ""
 
     @property
@@ -187,6 +192,13 @@ class StoreUrl(HubName):
 
 
 _pins: dict[StoreUrl, str] = {}
+_newest: dict[StoreUrl, tuple[int, str]] = {}  # time of the file `current` in ns, and its text
+
+
+@cache
+def _store(text: str) -> StoreUrl | None:
+    """Parse an address; None if it is refused. Cached because it is looked up for each sample."""
+    return None if why_refused(text) else StoreUrl.of(text)
 
 
 def is_url(text: str) -> bool:

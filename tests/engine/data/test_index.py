@@ -419,7 +419,7 @@ def test_changes_between_two_looks_are_named() -> None:
     before = DataIndex([sample_of(1, 1)])
     assert changed_since(before, before) == ""
     other = Sample("t", "t", 0, ("x",), 1, 1, "digest", (64, 64))
-    assert changed_since(before, DataIndex([other])) == "1 new, 1 gone"
+    assert changed_since(before, DataIndex([other])) == "1 new (t), 1 gone (s)"
 
 
 def test_an_index_comes_back_from_its_file(

@@ -77,7 +77,7 @@ def test_a_folder_beside_a_folder(tmp_path: Path, job: Callable[..., JobSpec]) -
     again = DataIndex.load(tmp_path / "index.json")
     assert again.samples == index.samples
     draw(tmp_path / "data/control/a.jpg", (80, 80))
-    assert changed_since(again, build_index(spec)) == "1 with another conditioning image"
+    assert changed_since(again, build_index(spec)) == ("1 with another conditioning image (a.png)")
 
 
 def test_files_with_a_suffix(tmp_path: Path, job: Callable[..., JobSpec]) -> None:

@@ -12,10 +12,13 @@ from jobs.queue.states import State
 from jobs.spec.values.hub_names import HubName
 from tests.support.tui.driven_app import error_of, field, form
 from tests.support.tui.pilot import until
+from tui.form.draft import check_path, complete
 from tui.form.screen import NewJobScreen
 from tui.widgets.questions import ConfirmScreen
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from jobs.queue.store import Store
 
 pytestmark = pytest.mark.usefixtures("no_processes")
@@ -62,3 +65,13 @@ async def test_a_missing_model_is_fetched_after_one_question(
         assert job.state is State.QUEUED
         assert noted(job.run_dir) == [MODEL]
         await until(pilot, lambda: set(begun) == {MODEL})
+
+
+def test_a_dataset_in_a_store_is_offered_to_be_fetched(home: Path) -> None:
+    values = complete({"dataset": "s3://bucket/cats", "model_family": "flux"})
+    says = "s3://bucket/cats is not on this machine; ^r offers to fetch it"
+    assert check_path("dataset", values) == (False, says)
+    good, why = check_path("dataset", values | {"dataset": "s3://me:word@bucket/cats"})
+    assert "job files hold no secrets" in why
+    assert not good
+    assert "word@" not in why

@@ -107,7 +107,9 @@ def copy_store(
         ensure_private_dir(url.root)
         lock = open(url.root / "lock", "a")  # noqa: SIM115
     with lock:
-        if not file_lock.acquire(lock):
+        with _on_disk(url):
+            free = file_lock.acquire(lock)
+        if not free:
             raise HubError(f"another process is fetching {url}", passing=True)
         before: Mapping[str, StoredObject] = {}
         for _ in range(_ROUNDS):
@@ -150,13 +152,14 @@ def _entries(url: StoreUrl) -> tuple[Any, str, dict[str, dict[str, Any]]]:
     """Return the file system, the path of the address in it, and what it lists there."""
     from fsspec.core import url_to_fs  # 60 ms, which only a fetch spends
 
-    store, top = url_to_fs(str(url), use_listings_cache=False, skip_instance_cache=True)
+    # A new instance each time, because instances remember listings.
+    store, top = url_to_fs(str(url), skip_instance_cache=True)
     try:
         return store, top, store.find(top, detail=True)
     except Exception as error:
         if url.protocol != "s3" or type(error).__name__ != "NoCredentialsError":
             raise
-        public, top = url_to_fs(str(url), anon=True, use_listings_cache=False)
+        public, top = url_to_fs(str(url), anon=True, skip_instance_cache=True)
         try:
             return public, top, public.find(top, detail=True)
         except PermissionError:  # it is not public, so what lacks is a login
@@ -369,15 +372,17 @@ def _publish(objects: Mapping[str, StoredObject], url: StoreUrl) -> Path:
         if not url.has(digest):
             for place in url.root.glob("objects/*"):
                 sync(place)
-            shutil.rmtree(folder.parent, ignore_errors=True)  # left by a killed process
-            folder.parent.parent.mkdir(exist_ok=True)
-            aside = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent.parent))
+            snapshots = folder.parent.parent
+            for left in (folder.parent, *snapshots.glob(".*")):  # by a killed process
+                shutil.rmtree(left, ignore_errors=True)
+            snapshots.mkdir(exist_ok=True)
+            aside = Path(tempfile.mkdtemp(prefix=".", dir=snapshots))
             for path, stored in objects.items():
                 link, parent = aside / folder.name / path, (folder / path).parent
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(os.path.relpath(stored.place(url.root), parent))
             os.replace(aside, folder.parent)
-            sync(folder.parent.parent)
+            sync(snapshots)
             facts = {"url": str(url), "fetched": time.time(), "objects": _lines(objects)}
             write_atomic(url.listing_file(digest), json.dumps(facts) + "\n", durable=True)
         write_atomic(url.root / "current", digest + "\n", durable=True)

@@ -120,7 +120,7 @@ def _explain_store(error: BaseException, url: StoreUrl) -> HubError:
     if isinstance(error, ImportError):
         return HubError(
             f"{url.protocol}:// needs the package {package}, which is not installed",
-            f"pip install {package}",
+            "pip install 'fsdp-tui[s3]'" if package == "s3fs" else f"pip install {package}",
         )
     if any(type(cause).__name__ in _NO_LOGIN for cause in causes):
         return HubError(f"no credentials for {url} on this machine", login)

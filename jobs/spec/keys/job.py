@@ -94,7 +94,8 @@ class JobKeys(Keys):
         "",
         JOB,
         "Folder of images, each with a .txt caption of the same name or a row in metadata.jsonl "
-        "or .csv; a directory of the `datasets` library; or a dataset of the hub: ORG/NAME.",
+        "or .csv; a directory of the `datasets` library; a dataset of the hub: ORG/NAME; or one in "
+        "an object store: s3://BUCKET/FOLDER.",
         resume="ruled",
         blank="folder with cat.png, cat.txt …",
         no_effect=dataset_list,

@@ -182,7 +182,7 @@ class ClientError(Exception):
     [
         (NoCredentialsError(), False, "no credentials for s3://b/cats .* `aws configure`, or set"),
         (PermissionError("AccessDenied"), False, "refuses access to s3://b/cats; run `aws conf"),
-        (ImportError("s3fs"), False, "needs the package s3fs, .*; pip install s3fs"),
+        (ImportError("s3fs"), False, r"needs the package s3fs, .*; pip install 'fsdp-tui\[s3\]'"),
         (FileNotFoundError("b"), False, "there is no s3://b/cats"),
         (ValueError("Bucket name"), False, "cannot be read"),
         (ClientError(400), False, "cannot be read"),

@@ -34,7 +34,7 @@ from jobs.spec.job_spec import JobSpec
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.datasets import datasets_of
-from jobs.spec.values.hub_names import HubName
+from jobs.spec.values.hub_names import HubName, is_url
 from jobs.spec.values.yaml_lines import dump_mapping
 
 if TYPE_CHECKING:
@@ -220,6 +220,8 @@ def _missing(spec: InputKeys) -> list[str]:
 
 
 def _where(path: str) -> str:
+    if is_url(path):
+        return f"{path} is not on this machine; `fsdp-tui fetch {path}`"
     named = HubName.read("dataset", path)
     if named is None:
         return f"no such folder: {path}"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from jobs.imports.common.draft import Draft
 
 _CACHES: Final = ("text_embeds", "image_embeds", "conditioning_image_embeds")
-_STORES: Final = "only local folders are supported: copy it (`aws s3 sync`) and set the path"
+_STORES: Final = "only folders, S3 and the hub are supported"
+_READ: Final = ("local", "aws", "huggingface")
 # Keys of the configuration that datasets have where they say nothing else.
 _INHERITED: Final = (
     *("resolution", "resolution_type", "caption_strategy", "instance_prompt", "crop", "crop_style"),
@@ -80,9 +81,15 @@ def _why_skipped(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
         return Kind.UNSUPPORTED, "set validation_fraction, the fraction of samples to hold out"
     if kind not in ("image", "video"):
         return Kind.UNSUPPORTED, f"datasets of {kind} are not supported"
-    if str(theirs.get("type") or "local").strip().lower() not in ("local", "huggingface"):
+    if str(theirs.get("type") or "local").strip().lower() not in _READ:
         return Kind.UNSUPPORTED, _STORES
     return None
+
+
+def bucket(part: Draft, key: str, value: Any) -> None:
+    """A dataset in S3, whose address has the bucket and the prefix."""
+    prefix = str(part.get("aws_data_prefix") or "").strip("/")
+    part.take(key, "path", f"s3://{value}/{prefix}".rstrip("/"), "with aws_data_prefix")
 
 
 def resolution(part: Draft, key: str, value: Any) -> None:

@@ -157,6 +157,7 @@ def test_simpletuner_flux_lora() -> None:
     assert job["datasets"] == [
         {"path": "/data/pottery/bowls", "repeats": 5},
         {"path": "/data/pottery/vases", "resolution": 512, "trigger_word": "p0tt3r style"},
+        {"path": "s3://pottery", "repeats": 2},
     ]
     assert (job["crop"], job["max_bucket_aspect_ratio"]) == ("random", 1.0)
     assert (job["timestep_sampling"], job["flow_shift"]) == ("shift", 3.0)
@@ -182,7 +183,18 @@ def test_simpletuner_flux_lora() -> None:
         "model_card_private",
         "optimizer_config",
         "multidatabackend.json[0].disable_multiline_split",
+        "multidatabackend.json[3].disable_multiline_split",
     }
+
+
+def test_a_bucket_becomes_its_address_without_its_keys(tmp_path: Path) -> None:
+    theirs = {"type": "aws", "aws_bucket_name": "pottery", "aws_secret_access_key": "word"}
+    more = {"instance_data_dir": "", "aws_data_prefix": "/bowls/", "aws_endpoint_url": "http://a"}
+    imported = backend(tmp_path, {"id": "a"} | theirs | more, {"id": "b"} | theirs)
+    paths = [entry["path"] for entry in imported.to_dict()["datasets"]]
+    assert paths == ["s3://pottery/bowls", "s3://pottery"]
+    assert not imported.report.of(Kind.UNKNOWN)
+    assert not any("word" in str(entry) for entry in imported.report.entries)
 
 
 def test_simpletuner_full_training_on_eight_ranks() -> None:

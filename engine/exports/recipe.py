@@ -65,6 +65,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
     "qwen_image": {
         "": "Qwen-Image",
         "base": "Qwen-Image",
+        "2512": "Qwen-Image",
         "edit": "Qwen-Image-Edit",
         "edit-2509": "Qwen-Image-Edit-Plus",
         "edit-2511": "Qwen-Image-Edit-2511",
@@ -87,7 +88,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "2.1": "stable-diffusion-v2-768-v",
         "2.1-base": "stable-diffusion-v2-512",
     },
-    "chroma": {"": "chroma", "hd": "chroma", "base": "chroma"},
+    "chroma": {"": "chroma", "hd": "chroma", "base": "chroma", "flash": "chroma"},
     "lumina2": {"": "lumina-2", "2.0": "lumina-2"},
     "anima": {"": "anima", "base-1.0": "anima-base-1.0"},
     "ideogram4": {"": "ideogram-4", "4.0": "ideogram-4"},
@@ -95,9 +96,11 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
     "sana": {
         "": "sana",
         "1.5-1.6b": "sana-1.5-1.6b",
+        "1.5-4.8b": "sana-1.5-4.8b",
         "1.6b": "sana-1.6b",
         "1.6b-bf16": "sana-1.6b",
         "600m": "sana-600m",
+        "600m-512": "sana-600m",
     },
     "auraflow": {"": "auraflow", "v0.3": "auraflow", "v0.2": "auraflow"},
     "pixart_sigma": {

@@ -30,11 +30,11 @@ _PUBLISHED: Final = (
     (r"v1-5-pruned(-emaonly)?|sd-v1-5.*|v2-1_768.*|v2-1_512.*|768-v-ema", "stable_diffusion"),
     (r"sd3(\.5)?_(medium|large|large_turbo)(_incl.*)?", "sd3"),
     (r"lumina[-_]?(image[-_]?)?2.*|consolidated.*", "lumina2"),
-    (r"chroma1?-(hd|base).*", "chroma"),
+    (r"chroma1?-(hd|base|flash).*", "chroma"),
     (r"wan_?2[._]?[12]_[-_]?(t2v|i2v|ti2v).*", "wan"),
     (r"mp_rank_00_model_states.*|hunyuan_video_(t2v|720).*", "hunyuanvideo"),
     (r"hunyuanvideo1\.5_.*", "hunyuanvideo15"),
-    (r"qwen_image(_edit)?(_(2509|2511|plus))?(_(bf16|fp8|fp16).*)?", "qwen_image"),
+    (r"qwen_image(_edit)?(_(2509|2511|2512|plus))?(_(bf16|fp8|fp16).*)?", "qwen_image"),
     (r"z_image(_turbo)?(_(bf16|fp8|fp16).*)?", "z_image"),
     (r"flux-?2-(dev|klein).*", "flux2"),
     (r"ideogram4(_(bf16|fp8|nvfp4).*)?", "ideogram4"),
@@ -54,8 +54,9 @@ def model_of(draft: Draft, script: str, family: str) -> tuple[str | None, str | 
             return family, two if draft.on("v2") else None
         case "flux_train_network" | "flux_train":
             is_chroma = str(draft.get("model_type")).strip().lower() == "chroma"
-            kinds = [k for k in ("schnell", "krea", "kontext") if k in place]
-            return ("chroma", None) if is_chroma else (family, next(iter(kinds), None))
+            known = ("flash",) if is_chroma else ("schnell", "krea", "kontext")
+            kind = next((k for k in known if k in place), None)
+            return "chroma" if is_chroma else family, kind
         case "sd3_train_network" | "sd3_train":
             kinds = [k for k in FAMILIES["sd3"].flavours if k in place]
             return family, max(kinds, key=len, default=None)
@@ -69,8 +70,9 @@ def model_of(draft: Draft, script: str, family: str) -> tuple[str | None, str | 
         case "krea2_train_network":
             return family, "turbo" if "turbo" in place else "raw"
         case "qwen_image_train_network" | "qwen_image_train":
-            old = "edit-2509" if draft.on("edit_plus") else "edit" if draft.on("edit") else "base"
-            flavour = (version or old).replace("original", "base")
+            usual = "2512" if "2512" in place else "base"
+            old = "edit-2509" if draft.on("edit_plus") else "edit" if draft.on("edit") else usual
+            flavour = (version or old).replace("original", usual)
             has_it = flavour in FAMILIES["qwen_image"].flavours
             return (family, flavour) if has_it else (None, f"--model_version {flavour}")
         case "wan_train_network":

@@ -20,6 +20,12 @@ FAMILY = Family(
             defaults={"resolution": 512},
             note="512 pixels, meant for training on",
         ),
+        "flash": Flavour(
+            "lodestones/Chroma1-Flash",
+            defaults={"validation_num_inference_steps": 16, "validation_guidance": 1.0},
+            undistilled="hd",
+            note="16 steps, takes no guidance",
+        ),
     },
     shifts_by_tokens=True,  # in one copy of Chroma1-HD's scheduler; 1 in another
     latent_step=16,  # the VAE shrinks by 8, and the transformer packs 2x2 latents

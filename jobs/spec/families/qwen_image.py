@@ -8,6 +8,7 @@ _EDIT = References(to_area, required=True, widest=_WIDEST, seen=to_area, fixed=T
 _EDIT_PLUS = References(
     to_area, most=3, required=True, widest=_WIDEST, seen=to_small_area, fixed=True
 )
+_TEXT = {"_class_name": "QwenImagePipeline"}
 _PLUS = {"_class_name": "QwenImageEditPlusPipeline"}
 
 FAMILY = Family(
@@ -18,7 +19,8 @@ FAMILY = Family(
     blocks=("QwenImageTransformerBlock",),
     routed_blocks={"transformer_blocks": "num_layers"},
     flavours={
-        "base": Flavour("Qwen/Qwen-Image", marks={"_class_name": "QwenImagePipeline"}),
+        "base": Flavour("Qwen/Qwen-Image", marks=_TEXT),
+        "2512": Flavour("Qwen/Qwen-Image-2512", marks=_TEXT, note="of December 2025"),
         "edit": Flavour(
             "Qwen/Qwen-Image-Edit",
             note="edits a conditioning image",

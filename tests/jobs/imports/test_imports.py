@@ -661,7 +661,7 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"model_flavour": "edit-v3", "model_family": "qwen_image"}, {"model_flavour": "edit-2511"}),
     (
         {"model_flavour": "v2.0", "model_family": "qwen_image"},
-        {"pretrained_model_name_or_path": "Qwen/Qwen-Image-2512"},
+        {"model_flavour": "2512"},
     ),
     ({"lr_scheduler": "cosine_with_warmup"}, {"lr_scheduler": "cosine"}),
     ({"lr_scheduler": "constant", "lr_warmup_steps": 0}, {"lr_scheduler": "constant"}),

@@ -190,6 +190,7 @@ TRAINED: Final = [
     ),
     ("qwen_image_train_network.py --dit a --edit_plus", "qwen_image", "edit-2509", "lora"),
     ("qwen_image_train.py --dit a --model_version edit-2511", "qwen_image", "edit-2511", "full"),
+    ("qwen_image_train.py --dit qwen_image_2512_bf16.safetensors", "qwen_image", "2512", "full"),
     ("zimage_train.py --dit z_image_bf16.safetensors", "z_image", None, "full"),
     ("zimage_train_network.py --dit z_image_turbo_bf16.safetensors", "z_image", "turbo", "lora"),
     ("zimage_train_network.py --dit z_image_de_turbo.safetensors", "z_image", None, "lora"),

@@ -6,7 +6,15 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.data.encode.latents import LatentKeys, LossWeights, prepare_latents, prepare_masks
+import torch
+
+from engine.data.encode.latents import (
+    MASK,
+    LatentKeys,
+    LossWeights,
+    prepare_latents,
+    prepare_masks,
+)
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import NO_TEXT, Text, Texts, images_of, prepare_texts, prompt_images
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    import torch
     from PIL.Image import Image
 
     from engine.data.encode.texts import ImageInput
@@ -170,9 +177,9 @@ class Prepared:
             key = keys.beginning(offset + number, view)
             return {BEGINNING: self.latents.read(key)["latents"]}
         return {
-            f"{REFERENCE}{place}": self.latents.read(keys.reference(offset + number, view, place))[
-                "latents"
-            ]
+            f"{REFERENCE}{place}": _with_mask(
+                self.latents.read(keys.reference(offset + number, view, place))
+            )
             for place in range(len(sample.references))
         }
 
@@ -183,6 +190,12 @@ class Prepared:
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
         """Return a held-out sample's first caption, encoded."""
         return self.texts.encoded(_held_text(self.held[number], self.spec))
+
+
+def _with_mask(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return cached latents `(C, h, w)`, followed by the channels of a mask if there is one."""
+    latents, mask = tensors["latents"], tensors.get(MASK)
+    return latents if mask is None else torch.cat([latents, mask.to(latents.dtype)])
 
 
 def prepare(run: RunContext) -> Prepared:

@@ -53,6 +53,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "control": "flux-1-dev",
         "canny": "flux-1-canny-dev",
         "depth": "flux-1-depth-dev",
+        "fill": "flux-1-fill-dev",
     },
     "flux2": {
         "": "Flux.2",

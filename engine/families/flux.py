@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import FluxControlPipeline, FluxKontextPipeline, FluxPipeline
+from diffusers import FluxControlPipeline, FluxFillPipeline, FluxKontextPipeline, FluxPipeline
 
 from engine.families.shared import flux_kohya
 from engine.families.shared.base import TokenLayout
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 class Flux(PackedFamily):
-    """FLUX.1; conditioning images are tokens after the image's own, or extra channels (control)."""
+    """FLUX.1; conditioning images are tokens after the image's own, or extra channels.
+
+    Those of Fill are the latents of what a mask leaves of the image, and the mask's pixels.
+    """
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
     LORA_TARGETS = (
@@ -111,6 +114,8 @@ class Flux(PackedFamily):
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
         if self.pipeline_class() is FluxControlPipeline:
             return {"control_image": pictures[0]}
+        if self.pipeline_class() is FluxFillPipeline:
+            return {"image": pictures[0], "mask_image": pictures[1]}
         return {"image": pictures[0], "_auto_resize": False}
 
     def sample_arguments(

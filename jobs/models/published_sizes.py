@@ -44,6 +44,7 @@ PARAMETERS: Final[dict[str, int]] = {
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": 4_999_787_712,
     "black-forest-labs/FLUX.1-Canny-dev": 11_901_604_928,
     "black-forest-labs/FLUX.1-Depth-dev": 11_901_604_928,
+    "black-forest-labs/FLUX.1-Fill-dev": 11_902_391_360,
     "black-forest-labs/FLUX.1-Kontext-dev": 11_901_408_320,
     "black-forest-labs/FLUX.1-Krea-dev": 11_901_408_320,
     "black-forest-labs/FLUX.1-dev": 11_901_408_320,

@@ -25,12 +25,20 @@ from engine.data.encode.tensor_cache import (
     together,
 )
 from engine.data.index.data_index import read_content, read_reference, weights_of
-from engine.data.index.views import FITTING, View, fit, fit_reference, reference_view, view_of
+from engine.data.index.views import (
+    FITTING,
+    View,
+    fit,
+    fit_reference,
+    random_mask,
+    reference_view,
+    view_of,
+)
 from engine.data.read.images import DECODER, decode
 from engine.data.read.masks import read_mask
 from engine.model.release import Watch, give_back
 from jobs.errors import NotFiniteError, UserError
-from jobs.spec.families import needs_first_frame
+from jobs.spec.families import needs_first_frame, references_of
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -41,8 +49,16 @@ if TYPE_CHECKING:
     from engine.run_context import RunContext
     from jobs.spec.job_spec import InputKeys, JobSpec
     from jobs.spec.keys.data import DataKeys
+    from jobs.spec.keys.job import JobKeys
 
 
+MASK: Final = "mask"
+"""Name of a mask's channels, beside the latents of what it leaves."""
+MASKING: Final = 1
+"""Part of the cache keys: raise it when `random_mask` draws other masks."""
+
+_COLOURS: Final = 3  # channels of pixels; a fourth one is a mask
+_WHITE: Final = 128
 _READ_AHEAD: Final = 3  # images decoded while one is encoded
 _READERS: Final = 2  # threads
 
@@ -54,6 +70,7 @@ class LatentKeys:
         self._spec = spec
         self._cache = cache
         self._index = index
+        self._masks = fills(spec)
         self._facts: dict[str, Any] = {
             "family": spec.model_family,
             "vae": fingerprint(root / "vae"),
@@ -77,11 +94,18 @@ class LatentKeys:
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def reference(self, sample: int, view: int, number: int) -> str:
-        """Return the cache key of a conditioning image, cropped to match a view of its sample."""
+        """Return the cache key of a conditioning image, cropped to match a view of its sample.
+
+        Of a mask, that of what it leaves of the sample.
+        """
         item = self._index.samples[sample]
-        reference = item.references[number]
-        seen = reference_view(reference, item, view_of(item, view, self._spec))
-        return self._cache.key(content=reference.digest, **seen.facts(), **self._facts)
+        reference, shown = item.references[number], view_of(item, view, self._spec)
+        facts = reference_view(reference, item, shown).facts()
+        content = reference.digest
+        if self._masks:
+            drawn = {} if reference.path else {"random_mask": [MASKING, shown.mask]}
+            facts |= {"filled": item.digest, "centre": shown.centre, **drawn}
+        return self._cache.key(content=content, **facts, **self._facts)
 
 
 def prepare_latents(
@@ -123,10 +147,14 @@ def prepare_latents(
             if pixels is not None:
                 if vae is None:
                     vae = family.load_vae(run.model_root, torch.float32).to(run.world.device).eval()
-                latents = _encode(family, vae, pixels.to(run.world.device), drawn[key][0])
+                colours, mask = pixels[:, :_COLOURS], pixels[:, _COLOURS:]
+                latents = _encode(family, vae, colours.to(run.world.device), drawn[key][0])
+                tensors = {"latents": latents}
+                if mask.shape[1]:
+                    tensors[MASK] = mask_channels(mask, latents)
                 if written is not None:
                     written.result()
-                written = writer.submit(cache.write, key, {"latents": latents})
+                written = writer.submit(cache.write, key, tensors)
             shared.add()
         if written is not None:
             written.result()
@@ -158,16 +186,47 @@ def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
 def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -> torch.Tensor:
     """Return the conditioning image for a view of its sample, `(1, 3, H, W)` in [-1, 1].
 
-    For families that train on videos, `(1, 3, 1, H, W)`.
+    For families that train on videos, `(1, 3, 1, H, W)`. For models that fill in what a mask says,
+    the sample without that part, and the mask, `(1, 4, H, W)`.
 
     Raises:
         UserError: The file changed after it was indexed.
     """
-    picture = reference_picture(sample, number, spec)
-    pixels = _scaled(
-        [fit_reference(picture, reference_view(sample.references[number], sample, view))]
+    reference = sample.references[number]
+    if not reference.path:
+        return masked_pixels(to_pixels(sample, view, spec), random_mask(sample, view))
+    picture = fit_reference(
+        reference_picture(sample, number, spec), reference_view(reference, sample, view)
     )
+    if fills(spec):
+        return masked_pixels(to_pixels(sample, view, spec), picture)
+    pixels = _scaled([picture])
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+
+
+def fills(spec: JobKeys) -> bool:
+    """Return whether a job's model fills in the masked part of an image."""
+    takes = references_of(spec)
+    return takes is not None and takes.masks
+
+
+def masked_pixels(pixels: torch.Tensor, mask: Image.Image) -> torch.Tensor:
+    """Return pixels `(1, 3, H, W)` gray where a mask is white, and the mask: `(1, 4, H, W)`.
+
+    Like `FluxFillPipeline`, which rounds its mask to black and white first.
+    """
+    white = torch.from_numpy(np.asarray(mask.convert("L")) >= _WHITE).to(pixels.dtype)
+    white = white.view(1, 1, *white.shape)
+    return torch.cat([pixels * (1 - white), white], dim=1)
+
+
+def mask_channels(mask: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """Return a mask `(1, 1, H, W)` as channels of latents `(C, h, w)`: `(64, h, w)` bytes.
+
+    One for each pixel of a cell, row by row, as in `FluxFillPipeline`.
+    """
+    channels = functional.pixel_unshuffle(mask, mask.shape[-1] // latents.shape[-1])
+    return channels[0].to(torch.uint8).contiguous()
 
 
 def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Image:

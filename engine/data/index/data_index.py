@@ -393,6 +393,8 @@ class Fitting:
     ) -> tuple[Reference, ...]:
         if self._takes is None:
             return ()
+        if self._takes.masks and not entry.references:
+            return (Reference("", None, *bucket, "", aligned=True, scaled=bucket, size=bucket),)
         side = self._spec.conditioning_resolution
         shape = (facts.width, facts.height)
         return tuple(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
+from jobs.spec.families import references_of
 from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from engine.data.index.data_index import Sample
     from jobs.spec.families import References
     from jobs.spec.families.references import Fit
+    from jobs.spec.job_spec import InputKeys
     from jobs.spec.keys.data import DataKeys
 
 
@@ -32,20 +35,24 @@ class View:
         size: `(width, height)` to fit the image to.
         centre: Position of the crop along the excess side, from 0 (start) to 1 (end).
         flip: Whether to mirror horizontally.
+        mask: Number of its random mask.
     """
 
     size: tuple[int, int]
     centre: float = 0.5
     flip: bool = False
+    mask: int = 0
 
     def facts(self) -> dict[str, Any]:
-        """Return the values that determine the pixels, as JSON values."""
+        """Return the values that determine the image's pixels, as JSON values."""
         return {"size": list(self.size), "centre": self.centre, "flip": self.flip}
 
 
-def count_views(spec: DataKeys) -> int:
-    """Return the number of views of every sample."""
-    return _count_cuts(spec) * (2 if spec.random_flip else 1)
+def count_views(spec: InputKeys) -> int:
+    """Return the number of views of every sample: crops, sides and random masks."""
+    takes = references_of(spec)
+    masks = spec.mask_variants if takes is not None and takes.masks else 1
+    return _count_sides(spec) * masks
 
 
 def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
@@ -56,13 +63,13 @@ def view_of(sample: Sample, number: int, spec: DataKeys) -> View:
     """
     width, height = sample.bucket[:2]
     cuts = _count_cuts(spec)
-    cut, flip = number % cuts, number >= cuts
+    cut, flip = number % cuts, number % _count_sides(spec) >= cuts
     centre = 0.5
     if cuts > 1 and _excess(sample, width, height):
         digest = hashlib.blake2b(sample.digest.encode(), digest_size=4).digest()
         shift = int.from_bytes(digest, "big") / 2**32
         centre = round((cut + shift) / cuts, 4)
-    return View((width, height), centre, flip)
+    return View((width, height), centre, flip, number // _count_sides(spec))
 
 
 class Shown(NamedTuple):
@@ -112,6 +119,10 @@ def _count_cuts(spec: DataKeys) -> int:
     return spec.crop_variants if spec.crop == "random" else 1
 
 
+def _count_sides(spec: DataKeys) -> int:
+    return _count_cuts(spec) * (2 if spec.random_flip else 1)
+
+
 def _excess(sample: Sample, width: int, height: int) -> bool:
     """Return whether at least one pixel is cropped away."""
     factor = enlargement(sample.width, sample.height, (width, height))
@@ -142,7 +153,7 @@ class Reference:
     """A conditioning image.
 
     Attributes:
-        path: Its file, or the directory of its table.
+        path: Its file, or the directory of its table; "" if it is a random mask.
         column: Its column, in the sample's row.
         width: Pixels, as displayed.
         height: Pixels, as displayed.
@@ -271,3 +282,23 @@ def fit_whole(
     fitted = fit(*picture.size, side)
     box = (0, 0, *picture.size)
     return fit_reference(picture, ReferenceView(box, *fitted, flip=False))
+
+
+def random_mask(sample: Sample, view: View) -> Image.Image:
+    """Return a view's random mask, white in a rectangle or an ellipse: the same in every job.
+
+    Shape, size and place are drawn as in diffusers' `train_dreambooth_inpaint.py`.
+    """
+    rng = random.Random(f"{sample.digest} {view.facts()} {view.mask}")
+    mask = Image.new("L", view.size)
+    (left, right), (top, bottom) = (_span(side, rng) for side in view.size)
+    draw = ImageDraw.Draw(mask)
+    (draw.rectangle if rng.random() < 0.5 else draw.ellipse)((left, top, right, bottom), fill=255)
+    return mask
+
+
+def _span(side: int, rng: random.Random) -> tuple[int, int]:
+    """Return the ends of an interval of any length in a side, anywhere in it."""
+    half = rng.randint(0, side) // 2
+    centre = rng.randint(half, side - half)
+    return centre - half, centre + half

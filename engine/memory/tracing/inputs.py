@@ -125,12 +125,15 @@ def reference_shapes(
     if takes.fit is not None:
         size = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side).size
     shape = latents_shape(spec, config, size)
+    if takes.masks:  # each pixel of a latent's cell
+        shape = (shape[0] + CELLS.get(spec.model_family, Cells()).side ** 2, *shape[1:])
     return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
 
 
 def references(spec: DataPlanKeys, *, training: bool) -> int:
     """Return the highest number of conditioning images of any training sample or prompt."""
-    if needs_first_frame(spec):
+    takes = references_of(spec)
+    if needs_first_frame(spec) or (takes is not None and takes.masks):
         return 1
     if training:
         return max(

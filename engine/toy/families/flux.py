@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxControlPipeline,
+    FluxFillPipeline,
     FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -47,7 +48,8 @@ class FluxSizes:
         clip_dim: Width of CLIP's pooled embedding (768); a multiple of 32.
         t5_dim: Width of T5's embeddings (4096); a multiple of 32.
         guidance: Whether it takes a guidance scale (FLUX.1-schnell does not).
-        images: Images whose latents are in its channels (FLUX.1-Canny: 2).
+        images: Images whose latents are in its channels (FLUX.1-Canny and Fill: 2).
+        masks: Whether a mask of 8x8 pixels for each latent is there too (Fill).
     """
 
     layers: int = 2
@@ -58,6 +60,7 @@ class FluxSizes:
     t5_dim: int = 64
     guidance: bool = True
     images: int = 1
+    masks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "clip_dim", "t5_dim"):
@@ -77,11 +80,16 @@ class FluxSizes:
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
     """Write the model: `schnell` takes no guidance, some have a pipeline of their own."""
-    images = 2 if flavour in ("canny", "depth") else 1
-    sizes = FluxSizes(guidance=flavour != "schnell", images=images).scaled(hidden_scale)
-    kind: Any = FluxKontextPipeline if flavour == "kontext" else FluxPipeline
-    if images > 1:
-        kind = FluxControlPipeline
+    kinds = {
+        "kontext": FluxKontextPipeline,
+        "canny": FluxControlPipeline,
+        "depth": FluxControlPipeline,
+        "fill": FluxFillPipeline,
+    }
+    kind: Any = kinds.get(flavour, FluxPipeline)
+    images, masks = 2 if kind in (FluxControlPipeline, FluxFillPipeline) else 1, flavour == "fill"
+    sizes = FluxSizes(guidance=flavour != "schnell", images=images, masks=masks)
+    sizes = sizes.scaled(hidden_scale)
     write_flux(model_dir, seed=seed, dtype=dtype, sizes=sizes, pipeline_class=kind)
 
 
@@ -92,7 +100,7 @@ def write_flux(
     dtype: str = "float32",
     sizes: FluxSizes | None = None,
     max_shard_size: int | str | None = None,
-    pipeline_class: type[FluxPipeline | FluxKontextPipeline | FluxControlPipeline] = FluxPipeline,
+    pipeline_class: type[Any] = FluxPipeline,
 ) -> None:
     """Write the model in the layout of the pipeline's `save_pretrained`.
 
@@ -145,7 +153,8 @@ def shape_transformer(sizes: FluxSizes) -> FluxTransformer2DModel:
     """Return the transformer on the meta device: shapes without numbers."""
     with torch.device("meta"):
         return FluxTransformer2DModel(
-            in_channels=4 * LATENT_CHANNELS * sizes.images,  # A token is 2x2 latent cells.
+            # A token is 2x2 latent cells.
+            in_channels=4 * (LATENT_CHANNELS * sizes.images + 64 * sizes.masks),
             out_channels=4 * LATENT_CHANNELS if sizes.images > 1 else None,
             num_layers=sizes.layers,
             num_single_layers=sizes.single_layers,

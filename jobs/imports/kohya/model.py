@@ -54,8 +54,8 @@ def model_of(draft: Draft, script: str, family: str) -> tuple[str | None, str | 
             return family, two if draft.on("v2") else None
         case "flux_train_network" | "flux_train":
             is_chroma = str(draft.get("model_type")).strip().lower() == "chroma"
-            known = ("flash",) if is_chroma else ("schnell", "krea", "kontext")
-            kind = next((k for k in known if k in place), None)
+            words = ("flash",) if is_chroma else ("schnell", "krea", "kontext")
+            kind = next((word for word in words if word in place), None)
             return "chroma" if is_chroma else family, kind
         case "sd3_train_network" | "sd3_train":
             kinds = [k for k in FAMILIES["sd3"].flavours if k in place]

@@ -4,13 +4,14 @@ from jobs.spec.families.base import Family, Flavour
 from jobs.spec.families.references import References, to_preferred
 
 _TEXT = {"_class_name": ("FluxPipeline", "FluxKontextPipeline")}
+_FILL = {"_class_name": "FluxFillPipeline"}
 _CONTROL = {"_class_name": "FluxControlPipeline"}
 _BESIDE = References(None, required=True)
 
 FAMILY = Family(
     name="flux",
     title="FLUX.1",
-    pipelines=("FluxPipeline", "FluxKontextPipeline", "FluxControlPipeline"),
+    pipelines=("FluxPipeline", "FluxKontextPipeline", "FluxControlPipeline", "FluxFillPipeline"),
     transformer="FluxTransformer2DModel",
     blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     routed_blocks={
@@ -60,6 +61,13 @@ FAMILY = Family(
             note="follows the depths in a conditioning image",
             marks=_CONTROL,
             references=_BESIDE,
+        ),
+        "fill": Flavour(
+            "black-forest-labs/FLUX.1-Fill-dev",
+            defaults={"validation_guidance": 30.0, "validation_num_inference_steps": 50},
+            note="fills in the masked part of an image",
+            marks=_FILL,
+            references=References(None, required=True, masks=True),
         ),
     },
     guidance="embedded",

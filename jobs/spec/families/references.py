@@ -63,6 +63,8 @@ class References:
         widest: How many times longer one side may be than the other, in pipelines.
         seen: As `fit`, of what the text encoder sees of an image; None where it sees none.
         fixed: Whether the pipeline resizes images itself, always to the usual area.
+        masks: Whether they are masks: white where the model fills in its own image, which it gets
+            without that part. Prompts have the image before its mask.
     """
 
     fit: Callable[[int, int, int | None], Fit] | None
@@ -72,6 +74,7 @@ class References:
     widest: float = math.inf
     seen: Callable[[int, int, int | None], Fit] | None = None
     fixed: bool = False
+    masks: bool = False
 
     def why_unfit(self, size: tuple[int, int]) -> str:
         """Why the pipeline would refuse an image that is given this size; "" if it takes it."""

@@ -13,6 +13,7 @@ from jobs.spec.rules.no_effect import (
     images_only,
     no_class,
     no_masks,
+    no_masks_drawn,
     no_preservation,
     no_references,
     no_regularization,
@@ -124,6 +125,16 @@ class DataKeys(Keys):
         "Number of crops cached per image with crop: random.",
         resume="changes",
         no_effect=center_crop,
+        ge=1,
+        le=64,
+    )
+    mask_variants: int = field(
+        4,
+        DATA,
+        "Number of random masks cached per image, for models that fill in what is masked: a "
+        "rectangle or an ellipse each, in datasets without conditioning images.",
+        resume="changes",
+        no_effect=no_masks_drawn,
         ge=1,
         le=64,
     )

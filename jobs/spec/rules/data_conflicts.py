@@ -239,6 +239,7 @@ DATA_RULES = (
 # Invalid conditioning images; a part of `jobs.spec.rules.conflicts`.
 
 
+_WITH_MASK = 2  # conditioning images of a prompt whose model fills in a part of the first
 _WITH_FRAME = 512  # tokens; Wan 2.1's image-to-video assumes that the text ends here
 
 
@@ -355,10 +356,20 @@ def _count(spec: DataPlanKeys) -> Conflict | None:
         return None
     counts = [("datasets", entry.path, entry.references) for entry in spec.datasets or []]
     counts = counts or [("dataset", spec.dataset, 0)]
-    counts += [
+    prompts = [
         ("validation_prompts", f'"{entry.prompt}"', len(entry.conditioning_image or ()))
         for entry in spec.validation_prompts
     ]
+    if takes.masks:
+        for key, what, count in prompts:
+            if count != _WITH_MASK:
+                return Conflict(
+                    key,
+                    f"{what} needs an image and its mask; set conditioning_image: [IMAGE, MASK]",
+                    named=True,
+                )
+        counts, prompts = [each for each in counts if each[2]], []
+    counts += prompts
     for key, what, count in counts:
         if count > takes.most:
             limit = f"at most {takes.most}" if takes.most > 1 else "only one"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jobs.spec.families import Family
-    from jobs.spec.job_spec import DataPlanKeys, JobSpec, RecipeKeys
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
     from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.devices import DeviceKeys
     from jobs.spec.keys.job import JobKeys
@@ -315,6 +315,17 @@ def no_references(spec: JobKeys) -> str:
     if takes is not None:
         return "conditioning images are made as large as their samples"
     return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
+
+
+def no_masks_drawn(spec: InputKeys) -> str:
+    takes = references_of(spec)
+    if _family(spec) is None:
+        return ""
+    if takes is None or not takes.masks:
+        return "the model fills in no masked parts of images"
+    if spec.datasets and all(dataset.references for dataset in spec.datasets):
+        return "all datasets have conditioning images, which are the masks"
+    return ""
 
 
 def one_resolution(spec: DataPlanKeys) -> str:

@@ -12,7 +12,7 @@ from PIL import Image
 from engine.data.contact_sheet import save_strips, sheet
 from engine.data.index import data_index as index_module
 from engine.data.index.data_index import DataIndex, Sample, Skipped, build_index, read_content
-from engine.data.index.views import View, count_views, cut_share, fit, view_of
+from engine.data.index.views import View, count_views, cut_share, fit, random_mask, view_of
 from engine.data.read.folders import records_of
 from engine.data.read.memo import Memo, stamp_of
 from engine.data.report import (
@@ -347,6 +347,20 @@ def test_views_are_cuts_and_sides(job: Callable[..., JobSpec]) -> None:
     assert [view.centre for view in views[3:]] == centres
     square = {view_of(sample_of(100, 100), number, varied) for number in range(6)}
     assert square == {View((64, 64)), View((64, 64), flip=True)}, "there is nothing to cut"
+
+
+def test_random_masks_of_an_image_take_turns(job: Callable[..., JobSpec]) -> None:
+    """With one set of latents for each side of it."""
+    fill = job("d", model_flavour="fill", random_flip=True, mask_variants=3)
+    sample, views = sample_of(200, 100, (128, 64)), range(count_views(fill))
+    seen = [view_of(sample, number, fill) for number in views]
+    assert [(view.flip, view.mask) for view in seen] == [(n % 2 == 1, n // 2) for n in range(6)]
+    assert len({str(view.facts()) for view in seen}) == 2
+    masks = [random_mask(sample, view) for view in seen]
+    assert {mask.size for mask in masks} == {(128, 64)}
+    assert len({mask.tobytes() for mask in masks}) == 6
+    assert all(set(mask.tobytes()) <= {0, 255} for mask in masks)
+    assert masks[4] == random_mask(sample, seen[4])
 
 
 def test_a_view_shows_its_part_of_the_picture() -> None:

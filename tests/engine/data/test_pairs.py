@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from engine.data.encode.latents import reference_pixels, to_pixels
 from engine.data.index import views
 from engine.data.index.data_index import DataIndex, build_index, read_reference
 from engine.data.index.views import fit, fit_reference, fit_whole, reference_view, view_of
@@ -218,6 +220,30 @@ def test_an_image_of_its_samples_shape_is_cut_and_mirrored_with_it(
     plan = make_plan(spec, index)
     assert len(set(plan.buckets)) == 2, "sizes within a batch are the same"
     assert sum(bucket.draws for bucket in make_report(spec, index, None).buckets) == 2
+
+
+def test_a_mask_takes_its_part_out_of_its_sample(
+    tmp_path: Path, job: Callable[..., JobSpec]
+) -> None:
+    draw(tmp_path / "data" / "a.png", (96, 96), "a cat")
+    draw(tmp_path / "data" / "b.png", (96, 96), "a dog")
+    mask = Image.new("L", (48, 48))
+    mask.paste(200, (0, 0, 24, 48))
+    (tmp_path / "masks").mkdir()
+    mask.save(tmp_path / "masks" / "a.png")
+    masks = str(tmp_path / "masks")
+    spec = job(conditioning_path=masks).model_copy(update={"model_flavour": "fill"})
+    (sample,) = build_index(spec).samples
+    view = view_of(sample, 1, spec)
+    whole, filled = to_pixels(sample, view, spec), reference_pixels(sample, 0, view, spec)
+    assert filled.shape == (1, 4, 64, 64)
+    assert filled[0, 3, :, :30].all()
+    assert not filled[0, 3, :, 34:].any()
+    assert torch.equal(filled[:, :3], whole * (1 - filled[:, 3:]))
+    bare = job().model_copy(update={"model_flavour": "fill"})
+    sample, _ = build_index(bare).samples
+    drawn = [reference_pixels(sample, 0, view_of(sample, n, bare), bare)[:, 3] for n in (0, 1)]
+    assert not torch.equal(*drawn)
 
 
 def test_sizes_are_those_of_the_pipelines() -> None:

@@ -25,7 +25,7 @@ from transformers.utils import is_torchvision_available
 
 from engine import families
 from engine.data.encode import texts as encode_texts
-from engine.data.encode.latents import prepare_latents
+from engine.data.encode.latents import mask_channels, masked_pixels, prepare_latents
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys, prompt_images
 from engine.data.index.data_index import build_index
@@ -334,15 +334,20 @@ def test_the_image_encoder_is_read_straight_onto_the_device(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flavour", ["canny", "fill"])
 @torch.no_grad()
 def test_a_control_image_is_in_channels_of_its_own(
-    tmp_path_factory: pytest.TempPathFactory,
+    flavour: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """What the model is given of it, and what it predicts from that; of the size of the sample."""
-    case = Case("flux:canny", toys_root(tmp_path_factory))
+    case = Case(f"flux:{flavour}", toys_root(tmp_path_factory))
     assert case.paths.control is not None
     size = (case.side * 3 // 2, case.side)
-    beside = str(min(one for one in case.paths.control.glob("*.png") if is_square(one)))
+    beside = [str(min(one for one in case.paths.control.glob("*.png") if is_square(one)))]
+    if flavour == "fill":
+        mask = Image.linear_gradient("L").resize(size)
+        mask.save(tmp_path / "mask.png")
+        beside.append(str(tmp_path / "mask.png"))
     request = case.request(resolution=f"{size[0]}x{size[1]}", conditioning_image=beside)
     pipeline, calls = case.stock(), []
     pipeline.transformer.register_forward_hook(
@@ -350,19 +355,28 @@ def test_a_control_image_is_in_channels_of_its_own(
     )
     case.run(pipeline, request, output_type="latent")
     vae = case.family.load_vae(case.paths.model, torch.float32).eval()
-    image = case.pictures(request)[0].resize(size, Image.Resampling.LANCZOS)
-    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)[None]
-    own = case.family.encode_pictures(vae, pixels / 127.5 - 1)
-    text = batch_of(case.encoded(PROMPT, request=request))
+    pictures = [one.resize(size, Image.Resampling.LANCZOS) for one in (case.pictures(request)[:2])]
+    pixels = torch.from_numpy(np.asarray(pictures[0], dtype=np.float32)).permute(2, 0, 1)[None]
+    pixels = pixels / 127.5 - 1
+    masked = masked_pixels(pixels, pictures[1]) if flavour == "fill" else pixels
+    own = case.family.encode_pictures(vae, masked[:, :3])
     config = dict(pipeline.transformer.config)
+    assert own.shape[1:] == latents_shape(case.spec(), config, size)
+    if flavour == "fill":
+        assert float(masked[:, 3:].mean()) == pytest.approx(0.5, abs=0.05)
+        own = torch.cat([own, mask_channels(masked[:, 3:], own)[None]], dim=1)
+    text = batch_of(case.encoded(PROMPT, request=request))
     (shape, _) = reference_shapes(case.spec(), config, size, 1)[f"{REFERENCE}0"]
-    assert shape == own.shape[1:] == latents_shape(case.spec(), config, size)
+    assert shape == own.shape[1:]
     assert len(calls) == request.steps
     for told, output in list(calls):
-        parts = told["hidden_states"].chunk(2, dim=2)
+        inputs = told["hidden_states"]
+        parts = inputs.split([64, inputs.shape[2] - 64], dim=2)
         noisy, given = (case.family.unpack(pipeline, one, request) for one in parts)
         # The pipeline draws from what the autoencoder says; training takes the mean.
-        assert float((given - own).square().mean()) < 0.05 * float(own.square().mean())
+        left, ours = given[:, :16], own[:, :16]
+        assert float((left - ours).square().mean()) < 0.05 * float(ours.square().mean())
+        assert torch.equal(given[:, 16:], own[:, 16:].float()), "the mask, pixel by pixel"
         expected = case.family.unpack(pipeline, output, request)
         for latents, same in ((given, True), (given.flip(-1), False)):
             condition = text | {f"{REFERENCE}0": latents}

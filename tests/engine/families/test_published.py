@@ -98,6 +98,7 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ("WanTransformer3DModel", 4_999_787_712),
     "black-forest-labs/FLUX.1-Canny-dev": ("FluxTransformer2DModel", 11_901_604_928),
     "black-forest-labs/FLUX.1-Depth-dev": ("FluxTransformer2DModel", 11_901_604_928),
+    "black-forest-labs/FLUX.1-Fill-dev": ("FluxTransformer2DModel", 11_902_391_360),
     "black-forest-labs/FLUX.1-Kontext-dev": ("FluxTransformer2DModel", 11_901_408_320),
     "black-forest-labs/FLUX.1-Krea-dev": ("FluxTransformer2DModel", 11_901_408_320),
     "black-forest-labs/FLUX.1-dev": ("FluxTransformer2DModel", 11_901_408_320),

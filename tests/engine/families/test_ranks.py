@@ -41,6 +41,7 @@ ALONE = {
     "qwen_image:edit": "full",
     "flux:kontext": "full",
     "flux:control": "lora",
+    "flux:fill": "lora",
 }
 RESUMED = tuple(ALONE)[2:]  # and from the middle, all with conditioning images
 # Those that go on with two ranks as well: images beside the text, and first frames.
@@ -106,7 +107,9 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         prompt |= {"negative_prompt": NEGATIVE, "guidance": 3.0, "true_cfg_scale": 3.0}
     if case.takes is not None or case.first_frame:
         pictures = case.paths.data if case.first_frame else case.paths.control
-        prompt["conditioning_image"] = str(min(pictures.glob("*.png")))
+        prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
+        if case.takes is not None and case.takes.masks:
+            prompt["conditioning_image"].insert(0, str(max(case.paths.data.glob("*.png"))))
     return case.values(
         model_type=kind,
         num_processes=RANKS,

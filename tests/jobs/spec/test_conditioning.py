@@ -102,6 +102,11 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             {"model_flavour": "canny"},
             "d has no conditioning image, which the model needs; set one of conditioning_path",
         ),
+        (
+            [],
+            {"model_flavour": "fill", "validation_prompts": "c"},
+            '"p" needs an image and its mask; set conditioning_image: [IMAGE, MASK]',
+        ),
         ([{"path": "d", "conditioning_path": []}], {}, "conditioning_path"),
         (
             [{"path": "d", "do_i2v": True}],
@@ -191,6 +196,19 @@ def test_what_cannot_be_is_refused(
         values = values | {"validation_prompts": [{"prompt": "p", "conditioning_image": "c"}]}
     with pytest.raises(SpecError, match=re.escape(words)):
         read(*entries, **values)
+
+
+def test_random_masks_matter_where_there_are_no_others() -> None:
+    fill = {"model_flavour": "fill"}
+    paired = {"path": "d", "conditioning_path": "c"}
+    for why, *entries in (
+        ("", {"path": "e"}),
+        ("", paired, {"path": "e"}),
+        ("all datasets have conditioning images, which are the masks", paired),
+    ):
+        assert find_inapplicable(read(*entries, **fill)).get("mask_variants", "") == why
+    why = find_inapplicable(read(model_flavour="dev"))["mask_variants"]
+    assert why == "the model fills in no masked parts of images"
 
 
 def test_the_size_matters_only_to_models_that_take_them() -> None:

@@ -61,7 +61,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509"),
     *("wan:2.2-i2v-a14b-low", "wan:2.1-i2v-14b-480p"),
-    *("flux:control", "flux:canny"),
+    *("flux:control", "flux:canny", "flux:fill"),
 )
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.
@@ -208,7 +208,9 @@ class Case:
         if self.takes is None:
             entry = {"path": str(self.videos), "first_frame": True}
             return {"datasets": [entry], "num_frames": self.frames, "fps": 8}
-        entry = {"path": str(self.paths.data), "conditioning_path": str(self.paths.control)}
+        entry = {"path": str(self.paths.data)}
+        if not self.takes.masks:  # else they are drawn
+            entry["conditioning_path"] = str(self.paths.control)
         sized = {} if self.takes.fit is None else {"conditioning_resolution": self.side}
         return {"datasets": [entry], **sized}
 

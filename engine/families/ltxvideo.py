@@ -30,7 +30,7 @@ _DECODE: Final = {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
 
 
 class LTXVideo(Family):
-    """LTX-Video: text to video, and the first model from a first frame too."""
+    """LTX-Video: text or first frame to video."""
 
     # Every linear layer of the blocks: self-attention, cross-attention, feed-forward.
     LORA_TARGETS = (
@@ -123,13 +123,18 @@ class LTXVideo(Family):
             }
         # The first latent frame is a single frame; each has the time of the first frame in it.
         cells = LTXConditionPipeline._prepare_video_ids(batch, *size, device=device)
-        coordinates = LTXConditionPipeline._scale_video_ids(cells, _SPACE, _TIME).float()
-        coordinates[:, 0] *= 1 / self.fps
+        coordinates = cells.float()
+        # Not by the pipeline's `_scale_video_ids`, which waits for the device.
+        coordinates[:, 1:] *= _SPACE
+        coordinates[:, 0] = (coordinates[:, 0] * _TIME + 1 - _TIME).clamp(min=0) * (1 / self.fps)
         return {"video_coords": coordinates}
 
     def pipeline_with_image(
         self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
+        """Return the pipeline of the first models; that of the others takes an image itself."""
+        if isinstance(pipeline, LTXConditionPipeline):
+            return pipeline
         return LTXImageToVideoPipeline(**pipeline.components)
 
     # -- sampling --------------------------------------------------------------------------
@@ -159,12 +164,19 @@ class LTXVideo(Family):
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
     ) -> list[Image.Image]:
-        """With the noise that the pipeline adds, of the same generator as the latents'."""
+        """With the noise that the pipeline adds, of the same generator as the latents'.
+
+        That has drawn a first frame's latents too by then, and noise for them in each step.
+        """
         latents = self.denormalise(pipeline.vae, self.unpack(pipeline, latents, request))
         timestep = None
         if self._decode:
             generator = torch.Generator("cpu").manual_seed(request.seed)
-            torch.randn(latents.shape, generator=generator)
+            drawn = [latents.shape]
+            if request.conditioning:
+                drawn += [latents[:, :, :1].shape, *[latents.shape] * request.steps]
+            for shape in drawn:
+                torch.randn(shape, generator=generator)
             noise = torch.randn(latents.shape, generator=generator).to(latents.device)
             latents = torch.lerp(latents, noise, self._decode["decode_noise_scale"])
             timestep = latents.new_tensor([self._decode["decode_timestep"]])

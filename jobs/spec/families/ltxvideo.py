@@ -24,18 +24,22 @@ FAMILY = Family(
         "13b-0.9.7-dev": Flavour(
             "Lightricks/LTX-Video-0.9.7-dev",
             defaults={"max_sequence_length": 256},
+            note="text or first frame to video",
+            first_frame=True,
         ),
         "13b-0.9.7-distilled": Flavour(
             "Lightricks/LTX-Video-0.9.7-distilled",
             defaults=_DISTILLED,
             undistilled="13b-0.9.7-dev",
             note="8 steps, takes no guidance",
+            first_frame=True,
         ),
         "13b-0.9.8-distilled": Flavour(
             "Lightricks/LTX-Video-0.9.8-13B-distilled",
             defaults=_DISTILLED,
             undistilled="13b-0.9.7-dev",
             note="8 steps, takes no guidance",
+            first_frame=True,
         ),
     },
     latent_step=32,

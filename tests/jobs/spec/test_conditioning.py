@@ -179,9 +179,8 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         ),
         (
             [{"path": "d", "first_frame": True}],
-            {"model_family": "ltxvideo", "model_flavour": "13b-0.9.7-dev"},
-            "LTX-Video 13b-0.9.7-dev cannot be trained with first_frame; choose model_flavour: "
-            "2b-0.9",
+            {"model_family": "hunyuanvideo", "model_flavour": "t2v"},
+            "HunyuanVideo t2v cannot be trained with first_frame",
         ),
     ],
 )

@@ -41,6 +41,7 @@ PROMPT: Final = "a red circle on a blue background"
 NEGATIVE: Final = "a green star"
 DEVICE: Final = torch.device("cpu")
 _SMALL: Final = 64  # pixels
+_FPS: Final = 8.0  # of videos that are trained on from their first frames
 
 # Families with models of more than one layout: another flavour to test, beside the usual one.
 OTHERS: Final[dict[str, tuple[str, ...]]] = {
@@ -65,7 +66,10 @@ CONDITIONED: Final = (
 )
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.
-PAIRED: Final = frozenset({"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b", *CONDITIONED})
+PAIRED: Final = frozenset(
+    {"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b", "ltxvideo:13b-0.9.7-dev"}
+    | {*CONDITIONED}
+)
 
 FAST: Final = frozenset({"flux", "wan", "sdxl"})
 
@@ -126,7 +130,7 @@ class Case:
     @cached_property
     def family(self) -> Family:
         name, flavour = self._names
-        return families.load(name, flavour, self.paths.model)
+        return families.load(name, flavour, self.paths.model, _FPS if self.first_frame else None)
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -207,7 +211,7 @@ class Case:
             return {"dataset": str(self.paths.data)}
         if self.takes is None:
             entry = {"path": str(self.videos), "first_frame": True}
-            return {"datasets": [entry], "num_frames": self.frames, "fps": 8}
+            return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         entry = {"path": str(self.paths.data)}
         if not self.takes.masks:  # else they are drawn
             entry["conditioning_path"] = str(self.paths.control)
@@ -281,11 +285,11 @@ class Case:
                 negative = request.negative_prompt if request.guided else None
                 texts = {"": request.prompt, "negative_": negative}
                 words = {
-                    f"{kind}prompt_embeds": self.encoded(text, request=request)[
-                        "prompt_embeds"
-                    ].unsqueeze(0)
+                    f"{kind}{name}": tensor.unsqueeze(0)
                     for kind, text in texts.items()
                     if text is not None
+                    for name, tensor in self.encoded(text, request=request).items()
+                    if name != "image_embeds"
                 }
         with torch.no_grad(), told_image_tokens(pipeline):
             return pipeline(

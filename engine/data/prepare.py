@@ -32,6 +32,7 @@ from engine.data.report import (
     sample_texts,
     summary,
 )
+from engine.diffusion.random_numbers import gives_first_frame
 from engine.families.shared.references import BEGINNING, REFERENCE
 from engine.ranks.team import StoppedError
 from jobs.errors import UserError
@@ -102,13 +103,17 @@ class Prepared:
         """Return the conditioning images of a draw, by the names that `Family.predict` takes."""
         return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
 
-    def holds_first(self, sample: Sample) -> bool:
-        """Return whether the model gets a sample's first frame at its own place in the latents."""
-        return sample.from_first and not needs_first_frame(self.spec)
+    def first_frame_probability(self, draw: Draw) -> float:
+        """Return how often the model gets a draw's first frame at its own place in the latents."""
+        return self._holds_first(self.index.samples[draw.sample])
 
-    def is_from_first(self, draw: Draw) -> bool:
-        """Return whether the model gets a draw's first frame at its own place in the latents."""
-        return self.holds_first(self.index.samples[draw.sample])
+    def held_gives_first_frame(self, number: int) -> bool:
+        """Return whether the model gets a held-out sample's first frame, always alike."""
+        probability = self._holds_first(self.held[number])
+        return gives_first_frame(self.spec.seed, -1, number, probability)
+
+    def _holds_first(self, sample: Sample) -> float:
+        return 0.0 if needs_first_frame(self.spec) else sample.from_first
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
         """Return the weight of a draw's errors; see `LossWeights.of`."""
@@ -173,7 +178,7 @@ class Prepared:
     ) -> dict[str, torch.Tensor]:
         """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`."""
         keys, sample = self.latent_keys, samples[number]
-        if sample.from_first and not self.holds_first(sample):
+        if sample.from_first and needs_first_frame(self.spec):
             key = keys.beginning(offset + number, view)
             return {BEGINNING: self.latents.read(key)["latents"]}
         return {

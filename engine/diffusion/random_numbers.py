@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Purposes of draws. Their keys are distinct, so that adding one kind does not change another.
 CAPTION: Final = 1
 TOKENS: Final = 2
+FIRST_FRAME: Final = 3
 
 
 def keyed_generator(*key: int) -> torch.Generator:
@@ -38,7 +39,15 @@ def sample_generators(seed: int, step: int, positions: Iterable[int]) -> list[to
 
 def drops_caption(seed: int, step: int, position: int, probability: float) -> bool:
     """Return whether a sample is trained with an empty caption in this step."""
+    return _happens(probability, seed, step, position, CAPTION)
+
+
+def gives_first_frame(seed: int, step: int, position: int, probability: float) -> bool:
+    """Return whether the model gets a video's first frame in this step."""
+    return _happens(probability, seed, step, position, FIRST_FRAME)
+
+
+def _happens(probability: float, *key: int) -> bool:
     if probability == 0:
         return False
-    generator = keyed_generator(seed, step, position, CAPTION)
-    return float(torch.rand((), generator=generator)) < probability
+    return float(torch.rand((), generator=keyed_generator(*key))) < probability

@@ -16,16 +16,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import LTX2Pipeline
+from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from engine.families.shared.ltx2_pipeline import (
     Connected,
+    ConnectedImagePipeline,
     ConnectedPipeline,
     SoundScale,
     text_widths,
 )
+from engine.families.shared.references import insert_first_frame
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 
@@ -47,7 +49,7 @@ _UNGUIDED = {
 
 
 class LTX2(Family):
-    """LTX-2 and LTX-2.3: text to video."""
+    """LTX-2 and LTX-2.3: text or first frame to video."""
 
     # Those of Lightricks' configs for videos without sound (`v2v_ic_lora.yaml`).
     LORA_TARGETS = (
@@ -121,6 +123,8 @@ class LTX2(Family):
         guidance: float,
     ) -> torch.Tensor:
         config, size = transformer.config, noisy.shape[2:]  # frames, height, width
+        noisy, mask = insert_first_frame(noisy, condition)
+        timestep = level * 1000
         patches = config.patch_size, config.patch_size_t
         text, of_sound = condition["prompt_embeds"].split(text_widths(config), dim=-1)
         velocity = transformer(
@@ -128,8 +132,9 @@ class LTX2(Family):
             audio_hidden_states=noisy.new_zeros(len(noisy), 1, config.audio_in_channels),
             encoder_hidden_states=text,
             audio_encoder_hidden_states=of_sound[:, :1],
-            timestep=level * 1000,
-            sigma=level * 1000,
+            timestep=timestep if mask is None else timestep.unsqueeze(-1) * mask.flatten(),
+            audio_timestep=timestep,
+            sigma=timestep,
             video_coords=self._places(config, size, noisy.device).expand(len(noisy), -1, -1, -1),
             audio_num_frames=1,
             isolate_modalities=True,
@@ -169,6 +174,13 @@ class LTX2(Family):
         stock = super().sampling_pipeline(root, transformer, vae, **unused | components)
         parts = {"connectors": Connected(transformer.config), "audio_vae": SoundScale(self._sound)}
         return ConnectedPipeline(**stock.components | parts)
+
+    def pipeline_with_image(
+        self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
+        connected = isinstance(pipeline, ConnectedPipeline)
+        kind = ConnectedImagePipeline if connected else LTX2ImageToVideoPipeline
+        return kind(**pipeline.components)
 
     def sample_arguments(
         self,

@@ -132,7 +132,7 @@ class ValidationLoss:
         batch = self.run.family.arrange(collate(texts, multiple=self.run.world.context_size))
         batch |= self.run.family.sizes(self.run.spec, [self.data.held_shown(n) for n in samples])
         batch |= collate([self.data.held_references(number) for number in samples])
-        if self.data.holds_first(self.data.held[samples[0]]):
+        if self.data.held_gives_first_frame(samples[0]):
             batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 

@@ -142,7 +142,7 @@ class Sample:
         bucket: `(width, height)` it is fitted to; for videos `(width, height, frames)`.
         notes: Conversions made while reading; keys of `engine.data.read.images.NOTES`.
         references: Its conditioning images.
-        from_first: Whether the model is conditioned on its first frame.
+        from_first: How often the model is conditioned on its first frame, 0 to 1.
     """
 
     name: str
@@ -160,7 +160,7 @@ class Sample:
     mask: str = ""
     mask_path: str = ""
     references: tuple[Reference, ...] = ()
-    from_first: bool = False
+    from_first: float = 0.0
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -347,7 +347,7 @@ class Fitting:
         self._buckets = Buckets(spec, dataset)
         self._takes = references_of(spec)
         self._only_first = needs_first_frame(spec)
-        self._first_frame = dataset.first_frame or self._only_first
+        self._first_frame = 1.0 if self._only_first else float(dataset.first_frame)
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
         """Return one sample per training resolution, or the reason why the entry is skipped."""
@@ -383,7 +383,7 @@ class Fitting:
                 entry.row,
                 entry.is_video,
                 references=references,
-                from_first=self._first_frame and entry.is_video and frames > (1,),
+                from_first=self._first_frame if entry.is_video and frames > (1,) else 0.0,
             )
             for size, references in zip(sizes, beside, strict=True)
         ]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from diffusers import LTX2Pipeline
+from diffusers import DiffusionPipeline, LTX2ImageToVideoPipeline, LTX2Pipeline
 
 from engine.families.shared.text_masks import fill_masks
 
@@ -50,7 +50,7 @@ class SoundScale:
         self.config = SimpleNamespace(**{**published, **config})
 
 
-class ConnectedPipeline(LTX2Pipeline):
+class _TakesConnected(DiffusionPipeline):
     """Takes texts as `engine.families.ltx2` encodes them, without masks.
 
     The stock pipeline needs some, of ones here; the transformer gets none, since any would rule out
@@ -64,6 +64,14 @@ class ConnectedPipeline(LTX2Pipeline):
             return super().__call__(*words, **names)
         finally:
             hook.remove()
+
+
+class ConnectedPipeline(_TakesConnected, LTX2Pipeline):
+    """For videos of a text."""
+
+
+class ConnectedImagePipeline(_TakesConnected, LTX2ImageToVideoPipeline):
+    """For videos of a text and their first frame."""
 
 
 class Connected:

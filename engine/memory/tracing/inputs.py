@@ -137,7 +137,7 @@ def references(spec: DataPlanKeys, *, training: bool) -> int:
         return 1
     if training:
         return max(
-            (dataset.references or int(dataset.first_frame) for dataset in spec.datasets or []),
+            (dataset.references or bool(dataset.first_frame) for dataset in spec.datasets or []),
             default=0,
         )
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from jobs.imports.common.draft import Draft, as_number, in_words, is_off, read
 from jobs.imports.common.import_report import Kind
-from jobs.imports.common.models import family_of, references_of
+from jobs.imports.common.models import family_of, references_of, takes_first_frame
 from jobs.imports.common.places import find_beside
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.keys.prompts import ValidationPrompt, frames_of
@@ -112,13 +112,13 @@ def conditioning_folder(part: Draft, key: str, value: Any) -> None:
 
 
 def first_frame(part: Draft, key: str, value: Any) -> None:
-    """Videos from their first frame, for models that take it."""
+    """Videos from their first frame, always or with a probability, for models that take it."""
     if family_of(part).needs_first_frame(part.job.get("model_flavour")):
         part.unneeded(key, "the model trains from nothing else")
     elif is_off(value):
         part.unneeded(key, "off is the default")
-    elif family_of(part).takes_first_frame(part.job.get("model_flavour")):
-        part.take(key, "first_frame", True)
+    elif takes_first_frame(part):
+        part.take(key, "first_frame", value)
     else:
         part.unsupported(key, f"{family_of(part).title} trains from text only here")
 

@@ -184,8 +184,13 @@ def references_of(draft: Draft) -> References | None:
 
 def takes_images(draft: Draft) -> bool:
     """Whether a sample may have a conditioning image."""
-    first = family_of(draft).takes_first_frame(draft.job.get("model_flavour"))
-    return first or references_of(draft) is not None
+    return takes_first_frame(draft) or references_of(draft) is not None
+
+
+def takes_first_frame(draft: Draft) -> bool:
+    """Whether the model makes videos from their first frame; without a flavour, the first one."""
+    family = family_of(draft)
+    return family.takes_first_frame(draft.job.get("model_flavour") or next(iter(family.flavours)))
 
 
 def takes_guidance(draft: Draft) -> bool:

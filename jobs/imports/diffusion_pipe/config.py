@@ -38,6 +38,7 @@ _TARGETS: Final = {
     ),
 }
 _INSTEAD: Final = "set dataset or datasets"
+_FIRST_FRAME: Final = "model.first_frame_conditioning_p"
 
 
 def read(path: Path) -> Draft:
@@ -189,6 +190,8 @@ def read_file(draft: Draft, key: str, value: Any) -> None:
         return
     draft.record(Kind.TAKEN, key, why="its directories follow")
     shared = {str(k): v for k, v in values.items() if k != "directory"}
+    if models.family_of(draft).name == "ltxvideo" and draft.number(_FIRST_FRAME):
+        shared["first_frame"] = draft.get(_FIRST_FRAME)
     parts = []
     for number, entry in enumerate(entries):
         place = f"{path.name}[{number}]"

@@ -2,6 +2,8 @@
 
 from jobs.spec.families.base import Family, Flavour, ShiftLine
 
+_NOTE = "text or first frame to video, trained without sound"
+
 FAMILY = Family(
     name="ltx2",
     title="LTX-2",
@@ -10,10 +12,8 @@ FAMILY = Family(
     blocks=("LTX2VideoTransformerBlock",),
     not_routed="its video and sound attend to each other by the position of each token",
     flavours={
-        "2-19b": Flavour("Lightricks/LTX-2", note="text to video, trained without sound"),
-        "2.3-22b": Flavour(
-            "diffusers/LTX-2.3-Diffusers", note="text to video, trained without sound"
-        ),
+        "2-19b": Flavour("Lightricks/LTX-2", note=_NOTE, first_frame=True),
+        "2.3-22b": Flavour("diffusers/LTX-2.3-Diffusers", note=_NOTE, first_frame=True),
     },
     latent_step=32,
     frame_step=8,

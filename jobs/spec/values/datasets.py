@@ -20,7 +20,7 @@ from jobs.spec.values import dataset_files
 from jobs.spec.values.hub_names import HubName, is_url
 from jobs.spec.values.resolutions import OptionalResolutions
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
-from jobs.spec.values.value_types import Bool
+from jobs.spec.values.value_types import Bool, Share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +96,8 @@ class Dataset(BaseModel):
             in the same folder, for example `_control`.
         conditioning_column: Columns with conditioning images in tables, or with their paths in
             metadata files.
-        first_frame: Whether the model is given the first frame of each video.
+        first_frame: Whether the model is given the first frame of each video; a number is the
+            share of the micro-batches in which it is.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -117,7 +118,7 @@ class Dataset(BaseModel):
     conditioning_path: Texts = None
     conditioning_suffix: Texts = None
     conditioning_column: Texts = None
-    first_frame: Bool = False
+    first_frame: Share = False
 
     @property
     def references(self) -> int:

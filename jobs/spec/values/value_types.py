@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from pydantic import BeforeValidator, Field
@@ -108,6 +109,16 @@ def read_bool(value: Any) -> Any:
     if value is None or value in (True, False):
         return value
     raise refuse(value, _YES_NO, "true or false")
+
+
+def read_share(value: Any) -> Any:
+    """Read yes, no, or a number from 0 to 1; 1 and 0 mean yes and no."""
+    value = spellings.as_bool(value)
+    with suppress(TypeError, ValueError):
+        number = float(value)
+        if 0 <= number <= 1:
+            return bool(number) if number in (0, 1) else number
+    raise refuse(value, _YES_NO, "true, false or a share between 0 and 1")
 
 
 def read_family(value: Any) -> Any:
@@ -421,6 +432,7 @@ def _by_stem(value: Any, choices: tuple[str, ...], *endings: str) -> Any:
 
 
 Bool = Annotated[bool, BeforeValidator(read_bool)]
+Share = Annotated[bool | float, BeforeValidator(read_share)]
 OptionalBool = Annotated[
     bool | None, BeforeValidator(read_bool), BeforeValidator(spellings.as_none)
 ]

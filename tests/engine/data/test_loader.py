@@ -13,7 +13,8 @@ from engine.data.index.batch_plan import Draw
 from engine.data.index.views import Shown
 from engine.data.loader import Inputs, Loader
 from engine.diffusion.objective import NoiseDraw
-from engine.diffusion.random_numbers import sample_generators
+from engine.diffusion.random_numbers import gives_first_frame, sample_generators
+from engine.families.shared.references import FIRST_FRAME
 from engine.ranks.world import World
 from jobs.spec.job_spec import JobSpec
 
@@ -26,7 +27,8 @@ PATIENCE = 30.0  # seconds
 class Data:
     """Stands for `Prepared`: a sample's latents are its number, and so is its caption."""
 
-    def __init__(self, *, resident: bool = False) -> None:
+    def __init__(self, *, resident: bool = False, frames: tuple[int, ...] = ()) -> None:
+        self.frames = frames
         self.plan: Any = self
         self.texts: Any = self
         self.ahead = not resident
@@ -34,13 +36,14 @@ class Data:
         self.encodings: list[str] = []
         self.to_base: set[int] = set()
         self.preserves = False
+        self.from_first = 0.0
 
     def draws(self, step: int) -> tuple[Draw, ...]:
         return tuple(Draw(sample=6 * step + place, turn=0) for place in range(6))
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
         self.read.append(draw.sample)
-        return torch.full((1, 2, 2), float(draw.sample))
+        return torch.full((1, *self.frames, 2, 2), float(draw.sample))
 
     def draw(self, latents: torch.Tensor, generators: list[torch.Generator]) -> NoiseDraw:
         """The objective's: what it gives depends on the generators alone."""
@@ -59,8 +62,8 @@ class Data:
     def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
         return {}
 
-    def is_from_first(self, draw: Draw) -> bool:
-        return False
+    def first_frame_probability(self, draw: Draw) -> float:
+        return self.from_first
 
     def is_to_base(self, draw: Draw) -> bool:
         return draw.sample in self.to_base
@@ -104,6 +107,26 @@ def test_every_micro_batch_of_every_step_in_order() -> None:
         assert torch.equal(torch.stack([b.latents[:, 0, 0, 0] for b in batches]), numbers)
         assert torch.equal(torch.stack([b.condition["embeds"][:, 0] for b in batches]), numbers)
     at.close()
+
+
+def test_a_share_of_the_micro_batches_is_given_its_first_frames() -> None:
+    """As often as the dataset says; the same ones on any number of ranks."""
+    given: dict[float, list[bool]] = {}
+    for share in (0.0, 0.3, 1.0):
+        data = Data(frames=(3,))
+        data.from_first = share
+        at = loader(data)
+        batches = [batch for step in range(4) for batch in at.step(step)]
+        given[share] = [FIRST_FRAME in batch.condition for batch in batches]
+        for batch in batches:
+            if FIRST_FRAME in batch.condition:
+                assert torch.equal(batch.condition[FIRST_FRAME], batch.latents[:, :, :1])
+        at.close()
+    assert not any(given[0.0])
+    assert all(given[1.0])
+    places = [(step, place) for step in range(4) for place in (0, 2, 4)]
+    assert given[0.3] == [gives_first_frame(42, *place, 0.3) for place in places]
+    assert 0 < sum(given[0.3]) < len(places)
 
 
 @pytest.mark.parametrize("resident", [False, True])

@@ -8,7 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.diffusion.random_numbers import drops_caption, keyed_generator, sample_generators
+from engine.diffusion.random_numbers import (
+    drops_caption,
+    gives_first_frame,
+    keyed_generator,
+    sample_generators,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,8 @@ def test_captions_that_were_dropped_are_dropped_again() -> None:
     dropped = [place for place in range(40) if drops_caption(42, 7, place, 0.2)]
     assert dropped == [7, 12, 23, 25, 31]
     assert drops_caption(42, 7, 7, 0.0) is False
+
+
+def test_first_frames_that_were_given_are_given_again() -> None:
+    given = [place for place in range(40) if gives_first_frame(42, 7, place, 0.2)]
+    assert given == [6, 8, 13, 19, 25, 31, 33, 38]

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from engine.families.shared import hidream_experts
+from engine.families.shared.references import first_frame_of
 from engine.model.kernels import choose_attention
 from engine.sample.sampler import Forwards
 from engine.toy.components.weights import one_thread
@@ -30,7 +31,7 @@ from tests.support.engine.families import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -108,12 +109,20 @@ def noise_for(case: Case, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return noisy, (levels * 1000).long() if case.facts.objective == "denoising" else levels
 
 
+def condition_for(
+    case: Case, noisy: torch.Tensor, prompts: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """These prompts, and of models that take them, first frames."""
+    condition = case.family.arrange(batch_of(*map(case.encoded, prompts)))
+    return condition | (first_frame_of(noisy) if case.first_frame else {})
+
+
 @torch.no_grad()
 def attention_of(case: Case, *prompts: str) -> Attention:
     """Of a forward as training makes it, with a batch of these prompts."""
     denoiser = getattr(case.stock(), case.family.component)
     noisy, levels = noise_for(case, len(prompts))
-    condition = case.family.arrange(batch_of(*map(case.encoded, prompts)))
+    condition = condition_for(case, noisy, prompts)
     with Attention() as seen:
         case.family.predict(denoiser, noisy, levels, condition, 2.0)
     assert seen.calls, "it attends"
@@ -145,7 +154,7 @@ def test_a_forward_reads_nothing_from_the_device(
     monkeypatch.setattr(hidream_experts, "_read_later", lambda bounds: lambda: [3, 5, 5])
     denoiser = getattr(case.stock(), case.family.component).to("meta")
     noisy, levels = (tensor.to("meta") for tensor in noise_for(case, len(prompts)))
-    condition = case.family.arrange(batch_of(*map(case.encoded, prompts)))
+    condition = condition_for(case, noisy, prompts)
     condition = {name: text.to("meta") for name, text in condition.items()}
     velocity = case.family.predict(denoiser, noisy, levels, condition, 2.0)
     assert velocity.shape == noisy.shape

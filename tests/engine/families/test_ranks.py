@@ -37,13 +37,14 @@ KINDS = ("lora", "full")
 ALONE = {
     "wan": "full",
     "minimax_h3": "lora",
+    "ltx2:2.3-22b": "full",
     "wan:2.2-i2v-a14b-low": "full",
     "qwen_image:edit": "full",
     "flux:kontext": "full",
     "flux:control": "lora",
     "flux:fill": "lora",
 }
-RESUMED = tuple(ALONE)[2:]  # and from the middle, all with conditioning images
+RESUMED = tuple(ALONE)[3:]  # and from the middle, all with conditioning images
 # Those that go on with two ranks as well: images beside the text, and first frames.
 RESUMED_ALIKE = ("qwen_image:edit", "wan:2.2-i2v-a14b-low")
 # What ranks do with these is what they do with another layout of the same family: with the base

@@ -15,6 +15,7 @@ from jobs.imports.imported import import_diffusion_pipe, import_file, import_one
 from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.onetrainer import data as onetrainer_data
 from jobs.spec.file.load import load_spec
+from jobs.spec.values.datasets import datasets_of
 from tests.support.jobs.imported import ODD, check, entries, entry
 from tests.support.paths import IMPORT_EXAMPLES
 
@@ -571,6 +572,7 @@ PIPE: Final[Cells] = [
     ({"model__max_t": 0.875, "model__type": "wan"}, {"sigma_max": 0.875}),
     ({"model__max_t": 1, "model__type": "wan", "model__ckpt_path": "Wan2.2/low"}, Lost),
     ({"model__shift": 3, "model__type": "ltx-video"}, Needless),
+    ({"model__first_frame_conditioning_p": 0.2}, Needless),
     ({"model__type": "ltx2"}, {"model_family": "ltx2", "model_flavour": "2.3-22b"}),
     ({"model__shift": 3, "model__type": "ltx2"}, {"timestep_sampling": "shift", "flow_shift": 3.0}),
     ({"model__min_snr_gamma": 5, "model__type": "sdxl"}, {"snr_gamma": 5.0}),
@@ -639,6 +641,15 @@ def test_a_directory_of_diffusion_pipe(
         return
     values = imported.spec.model_dump(mode="json") | imported.to_dict()
     assert {key: values.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(("share", "ours"), [(0.2, 0.2), (1.0, True), (0, False)])
+def test_diffusion_pipes_first_frames_are_the_directories(
+    share: float, ours: float, tmp_path: Path
+) -> None:
+    theirs = {"model__type": "ltx-video", "model__first_frame_conditioning_p": share}
+    spec = pipe(tmp_path, {"path": "d"}, **theirs).spec
+    assert [one.first_frame for one in datasets_of(spec)] == [ours]
 
 
 def test_no_image_is_skipped_for_its_shape(tmp_path: Path) -> None:

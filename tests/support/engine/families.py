@@ -68,7 +68,7 @@ CONDITIONED: Final = (
 # Layouts whose jobs train with conditioning images, which some models take or leave.
 PAIRED: Final = frozenset(
     {"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b", "ltxvideo:13b-0.9.7-dev"}
-    | {*CONDITIONED}
+    | {"ltx2:2.3-22b", *CONDITIONED}
 )
 
 FAST: Final = frozenset({"flux", "wan", "sdxl"})
@@ -130,7 +130,8 @@ class Case:
     @cached_property
     def family(self) -> Family:
         name, flavour = self._names
-        return families.load(name, flavour, self.paths.model, _FPS if self.first_frame else None)
+        fps = _FPS if self.first_frame else None
+        return families.load(name, flavour, self.paths.model, fps)
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -281,7 +282,7 @@ class Case:
             pipeline = self.family.pipeline_with_image(pipeline)
             pipeline.set_progress_bar_config(disable=True)
             known = inspect.signature(pipeline.__call__).parameters
-            if self.first_frame:  # cleaning texts, Wan's takes for granted that ftfy is installed
+            if self.facts.name == "wan":  # its pipeline cleans texts with ftfy, installed or not
                 negative = request.negative_prompt if request.guided else None
                 texts = {"": request.prompt, "negative_": negative}
                 words = {

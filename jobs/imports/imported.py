@@ -15,6 +15,7 @@ from jobs.imports.common.places import parse
 from jobs.imports.common.whose import (
     AI_TOOLKIT,
     DIFFUSION_PIPE,
+    LTX_TRAINER,
     MUSUBI,
     ONETRAINER,
     SD_SCRIPTS,
@@ -26,6 +27,7 @@ from jobs.imports.common.whose import (
 from jobs.imports.diffusers import script as diffusers_script
 from jobs.imports.diffusion_pipe import config as diffusion_pipe
 from jobs.imports.kohya import config as kohya
+from jobs.imports.ltx_trainer import config as ltx_trainer
 from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.simpletuner import config as simpletuner
 from jobs.models.find_model import find_model
@@ -116,6 +118,15 @@ def import_diffusion_pipe(path: Path) -> Imported:
     return _finish(diffusion_pipe.TITLE, path.name, diffusion_pipe.read(path))
 
 
+def import_ltx_trainer(path: Path) -> Imported:
+    """Import a job from the `CONFIG.yaml` of Lightricks' ltx-trainer.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    return _finish(ltx_trainer.TITLE, path.name, ltx_trainer.read(path))
+
+
 def import_file(path: Path) -> Imported:
     """Return a job of a file of any tool that can be imported, which its keys tell.
 
@@ -175,6 +186,7 @@ _READERS: Final[dict[str, Callable[[Path], Imported]]] = {
     AI_TOOLKIT: import_ai_toolkit,
     ONETRAINER: import_onetrainer,
     DIFFUSION_PIPE: import_diffusion_pipe,
+    LTX_TRAINER: import_ltx_trainer,
 }
 
 

@@ -19,6 +19,7 @@ ONETRAINER: Final = "OneTrainer"
 DIFFUSION_PIPE: Final = "diffusion-pipe"
 SD_SCRIPTS: Final = "kohya's sd-scripts"
 MUSUBI: Final = "musubi-tuner"
+LTX_TRAINER: Final = "ltx-trainer"
 # What `fsdp-tui import` calls those that it reads.
 _IMPORTED: Final = {
     SIMPLETUNER: "simpletuner",
@@ -27,9 +28,11 @@ _IMPORTED: Final = {
     DIFFUSION_PIPE: "diffusion-pipe",
     SD_SCRIPTS: "kohya",
     MUSUBI: "musubi-tuner",
+    LTX_TRAINER: "ltx-trainer",
 }
 # In this order: musubi-tuner's files have keys of sd-scripts, too.
 _KEYS: Final = (
+    (LTX_TRAINER, {"training_strategy", "preprocessed_data_root"}),
     (MUSUBI, {"dit", "vae_cache_cpu", "video_directory", "image_directory"}),
     (SIMPLETUNER, {"data_backend_config", "model_family"}),
     (ONETRAINER, {"training_method", "concept_file_name", "concepts", "base_model_name"}),

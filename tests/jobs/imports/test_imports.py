@@ -23,6 +23,7 @@ from jobs.imports.imported import (
     import_ai_toolkit,
     import_diffusion_pipe,
     import_file,
+    import_ltx_trainer,
     import_onetrainer,
     import_script,
     import_simpletuner,
@@ -1868,12 +1869,14 @@ FOREIGN: Final = {
         ("a.toml", 'micro_batch_size_per_gpu = 1\n[model]\ntype = "flux"\n'),
         ("a.toml", '[model]\ntype = "flux"\n[adapter]\nrank = 32\n'),
     ],
+    "ltx-trainer": [("a.yaml", "model: {model_path: a}\ntraining_strategy: {name: flexible}\n")],
 }
 READERS: Final[dict[str, Callable[[Path], Imported]]] = {
     "SimpleTuner": import_simpletuner,
     "ai-toolkit": import_ai_toolkit,
     "OneTrainer": import_onetrainer,
     "diffusion-pipe": import_diffusion_pipe,
+    "ltx-trainer": import_ltx_trainer,
 }
 CELLS: Final = [(tool, name, text) for tool, files in FOREIGN.items() for name, text in files]
 
@@ -1898,6 +1901,7 @@ def test_a_file_tells_whose_it_is() -> None:
         "ai-toolkit/flux-lora.yaml": "ai-toolkit",
         "onetrainer/flux-lora.json": "OneTrainer",
         "diffusion-pipe/flux-lora.toml": "diffusion-pipe",
+        "ltx-trainer/i2v-lora.yaml": "ltx-trainer",
         "kohya/sdxl-lora.toml": "kohya's sd-scripts",
         "kohya/wan-lora.sh": "musubi-tuner",
         "diffusers-script/flux-lora.sh": "a diffusers script",

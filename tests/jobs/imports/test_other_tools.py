@@ -1,4 +1,4 @@
-"""Jobs of OneTrainer and diffusion-pipe, and of SimpleTuner's older `config.env`."""
+"""Jobs of OneTrainer, diffusion-pipe and ltx-trainer, and of SimpleTuner's older `config.env`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ import pytest
 from jobs.errors import UserError
 from jobs.imports.common.import_report import Kind
 from jobs.imports.diffusion_pipe import config as diffusion_pipe
-from jobs.imports.imported import import_diffusion_pipe, import_file, import_onetrainer
+from jobs.imports.imported import (
+    import_diffusion_pipe,
+    import_file,
+    import_ltx_trainer,
+    import_onetrainer,
+)
+from jobs.imports.ltx_trainer import config as ltx_trainer
 from jobs.imports.onetrainer import config as onetrainer
 from jobs.imports.onetrainer import data as onetrainer_data
 from jobs.spec.file.load import load_spec
+from jobs.spec.keys.prompts import requests_of
 from jobs.spec.values.datasets import datasets_of
 from tests.support.jobs.imported import ODD, check, entries, entry
 from tests.support.paths import IMPORT_EXAMPLES
@@ -675,6 +682,99 @@ def test_a_dataset_file_of_diffusion_pipe_is_told_from_its_configuration(tmp_pat
         import_file(path)
 
 
+# -- ltx-trainer -----------------------------------------------------------------------------
+
+# Of Lightricks/LTX-2's packages/ltx-trainer, of September 2026.
+LTX_KEYS: Final = """
+model.model_path model.text_encoder_path model.video_vae_path model.audio_vae_path
+model.training_mode model.load_checkpoint lora.rank lora.alpha lora.dropout lora.target_modules
+training_strategy.name training_strategy.first_frame_conditioning_p training_strategy.with_audio
+training_strategy.audio_latents_dir training_strategy.reference_latents_dir
+training_strategy.video training_strategy.audio training_strategy.video.is_generated
+training_strategy.video.latents_dir training_strategy.video.conditions
+training_strategy.audio.is_generated training_strategy.audio.latents_dir
+training_strategy.audio.conditions optimization.learning_rate optimization.steps
+optimization.batch_size optimization.gradient_accumulation_steps optimization.max_grad_norm
+optimization.optimizer_type optimization.scheduler_type optimization.scheduler_params
+optimization.enable_gradient_checkpointing acceleration.mixed_precision_mode
+acceleration.quantization acceleration.load_text_encoder_in_8bit
+acceleration.offload_optimizer_during_validation data.preprocessed_data_root
+data.num_dataloader_workers validation.samples validation.prompts validation.negative_prompt
+validation.images validation.reference_videos validation.reference_downscale_factor
+validation.video_dims validation.frame_rate validation.seed validation.inference_steps
+validation.interval validation.video_cfg_scale validation.audio_cfg_scale
+validation.video_stg_scale validation.audio_stg_scale validation.stg_blocks
+validation.guidance_rescale validation.video_modality_guidance_scale
+validation.audio_modality_guidance_scale validation.generate_audio validation.generate_video
+validation.skip_initial_validation validation.include_reference_in_output checkpoints.interval
+checkpoints.keep_last_n checkpoints.precision checkpoints.no_resume
+checkpoints.save_training_state flow_matching.timestep_sampling_mode
+flow_matching.timestep_sampling_params hub.push_to_hub hub.hub_model_id wandb.enabled
+wandb.project wandb.entity wandb.tags wandb.log_validation_videos seed output_dir
+"""
+
+
+def test_a_job_of_ltx_trainer_is_its_job() -> None:
+    imported = import_file(IMPORT_EXAMPLES / "ltx-trainer" / "i2v-lora.yaml")
+    spec = imported.spec
+    assert (spec.model_family, spec.model_flavour) == ("ltx2", "2.3-22b")
+    adapted = [f"attn{number}.{part}" for part in ("to_k", "to_q") for number in (1, 2)]
+    assert spec.lora_target_modules == [*adapted, "attn1.to_v"]
+    assert [one.first_frame for one in spec.datasets or []] == [0.5]
+    assert (spec.lr_scheduler, spec.lr_power, spec.lr_end) == ("polynomial", 1.0, 1e-5)
+    assert (spec.weight_decay, spec.train_batch_size, spec.base_precision) == (0.01, 2, "int8")
+    assert (spec.validation_on_startup, spec.checkpoints_total_limit) == (False, None)
+    first, second = requests_of(spec)
+    assert [one.rpartition("/")[2] for one in first.conditioning] == ["lighthouse.png"]
+    assert (first.width, first.height, first.frames, first.guidance) == (960, 544, 89, 4.0)
+    assert (second.width, second.height, second.frames, second.conditioning) == (768, 512, 49, ())
+    assert {one.key for one in imported.report.of(Lost)} == {
+        "training_strategy.audio.is_generated",
+        "validation.samples: reference",
+        "data.preprocessed_data_root",
+    }
+    assert not imported.report.of(Kind.UNKNOWN)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [
+        ({}, 0.1),  # its default
+        ({"name": "text_to_video", "first_frame_conditioning_p": 0.3}, 0.3),
+        ({"name": "flexible"}, False),
+        ({"name": "flexible", "video": {"conditions": [{"type": "first_frame"}]}}, True),
+        ({"name": "flexible", "video": {"conditions": [{"type": "mask"}]}}, False),
+    ],
+)
+def test_ltx_trainers_first_frames_are_the_datasets(
+    strategy: dict[str, Any], share: float, tmp_path: Path
+) -> None:
+    values = {"training_strategy": strategy, "data": {"preprocessed_data_root": "d"}}
+    assert [one.first_frame for one in datasets_of(ltx(tmp_path, values).spec)] == [share]
+
+
+def ltx(folder: Path, values: dict[str, Any]) -> Imported:
+    path = folder / "config.yaml"
+    values = {"model": {"model_path": "ltx-2-19b.safetensors"}} | values
+    path.write_text(json.dumps(values, ensure_ascii=False))
+    return import_ltx_trainer(path)
+
+
+@pytest.mark.parametrize("value", ODD, ids=range(len(ODD)))
+def test_no_value_of_any_key_breaks_an_import_of_ltx_trainer(value: Any, tmp_path: Path) -> None:
+    odd: dict[str, Any] = {}
+    for key in named(LTX_KEYS):
+        part, _, inner = key.partition(".")
+        if inner and "." not in inner:
+            odd.setdefault(part, {})[inner] = value
+    check_written(ltx(tmp_path, odd), tmp_path)
+    video = {"conditions": [value, {"type": value, "probability": value}]}
+    samples = [value, {"prompt": value, "conditions": value, "video_dims": value}]
+    odd["training_strategy"] = {"name": "flexible", "video": video}
+    odd["validation"] |= {"samples": samples, "images": [value]}
+    check_written(ltx(tmp_path, odd), tmp_path)
+
+
 # -- SimpleTuner's config.env ------------------------------------------------------------------
 
 
@@ -745,6 +845,7 @@ def test_every_key_of_the_tools_has_a_rule() -> None:
         (named(CONCEPT_KEYS), onetrainer_data.CONCEPT.rules, onetrainer_data.CONCEPT.beginnings),
         (named(PIPE_KEYS), diffusion_pipe.CONFIG.rules, diffusion_pipe.CONFIG.beginnings),
         (named(DIRECTORY_KEYS), diffusion_pipe.DIRECTORY.rules, {}),
+        (named(LTX_KEYS), ltx_trainer.CONFIG.rules, ltx_trainer.CONFIG.beginnings),
     ]
     for names, rules, prefixes in tables:
         assert [

@@ -118,6 +118,18 @@ def diffusion_pipe(config: Path, output: Path | None, force: bool, as_json: bool
     _tell(import_diffusion_pipe(config), output, force, as_json, config)
 
 
+@import_job.command(name="ltx-trainer")
+@_CONFIG
+@_OUTPUT
+@_FORCE
+@JSON
+def ltx_trainer(config: Path, output: Path | None, force: bool, as_json: bool) -> None:
+    """Convert a CONFIG.yaml of Lightricks' ltx-trainer."""
+    from jobs.imports.imported import import_ltx_trainer  # the tables take some 20 ms
+
+    _tell(import_ltx_trainer(config), output, force, as_json, config)
+
+
 @import_job.command(name="diffusers-script", context_settings=FLAGS)
 @_COMMAND
 @_OUTPUT

@@ -4,7 +4,7 @@ Lightricks' trainer passes no tokens of sound where a job has none (`audio: null
 strategy, `with_audio: false` of `text_to_video`): the video's tokens attend to none, and no weight
 of the sound's half is trained. diffusion-pipe does the same. Here the sound is one token that the
 video's do not attend to (`isolate_modalities`), which is equal for them. Samples are made together
-with their sound, as by the stock pipeline.
+with their sound, as by the stock pipeline, and a vocoder makes it heard.
 
 Between the text encoder and the transformer are two connectors, one for each half. They replace
 padding by learned registers, so texts have no masks; they stay as published, as in Lightricks'
@@ -16,9 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
+from diffusers import AutoencoderKLLTX2Audio, LTX2ImageToVideoPipeline, LTX2Pipeline
+from diffusers.pipelines.ltx2 import LTX2Vocoder, LTX2VocoderWithBWE
 
-from engine.families.shared.base import Family
+from engine.families.shared.base import Family, Sound
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from engine.families.shared.ltx2_pipeline import (
     Connected,
@@ -56,6 +57,7 @@ class LTX2(Family):
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
     )
     COMFYUI = ComfyUI(as_in_diffusers)
+    MAKES_SOUND = True
 
     def __init__(
         self,
@@ -218,6 +220,17 @@ class LTX2(Family):
             pipeline.transformer_spatial_patch_size,
             pipeline.transformer_temporal_patch_size,
         )
+
+    def decode_sound(self, root: Path, latents: torch.Tensor, device: torch.device) -> Sound:
+        """By the sound's autoencoder and the vocoder, which no other phase needs."""
+        vae = AutoencoderKLLTX2Audio.from_pretrained(root, subfolder="audio_vae").to(device).float()
+        later = self._index["vocoder"][1] == LTX2VocoderWithBWE.__name__
+        kind: Any = LTX2VocoderWithBWE if later else LTX2Vocoder
+        vocoder = kind.from_pretrained(root, subfolder="vocoder").to(device).float()
+        rows = latents.transpose(1, 2)  # (B, length, channels, mel bins)
+        scaled = rows.flatten(2) * vae.latents_std + vae.latents_mean
+        spectrum = vae.decode(scaled.view_as(rows).transpose(1, 2), return_dict=False)[0]
+        return Sound(vocoder(spectrum)[0].clamp(-1, 1).cpu(), vocoder.config.output_sampling_rate)
 
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest

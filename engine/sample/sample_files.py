@@ -7,6 +7,7 @@ import os
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from PIL.PngImagePlugin import PngInfo
 
 from jobs.run.rundir import write_atomic
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from engine.families.shared.base import Sound
+
 _CODEC: Final = "libx264"
+_SOUND_CODEC: Final = "aac"
 _QUALITY: Final = {"crf": "14"}  # visually lossless
 
 
@@ -26,7 +30,9 @@ def sample_name(number: int) -> str:
     return f"{number:02d}.png"
 
 
-def write_sample(frames: Sequence[Image], facts: Mapping[str, Any], path: Path) -> None:
+def write_sample(
+    frames: Sequence[Image], facts: Mapping[str, Any], path: Path, sound: Sound | None = None
+) -> None:
     """Write the files; each is replaced as a whole.
 
     Args:
@@ -34,6 +40,7 @@ def write_sample(frames: Sequence[Image], facts: Mapping[str, Any], path: Path) 
         facts: JSON values; `prompt`, `negative_prompt`, `steps`, `guidance`, `seed`, `size`, …,
             of videos also `fps`.
         path: Of the image; the other files have the suffixes `.mp4` and `.json`.
+        sound: Of a video.
 
     Raises:
         OSError: They cannot be written.
@@ -44,7 +51,9 @@ def write_sample(frames: Sequence[Image], facts: Mapping[str, Any], path: Path) 
     _replace(path, lambda aside: picture.save(aside, format="PNG", pnginfo=notes))
     write_atomic(path.with_suffix(".json"), json.dumps(facts, ensure_ascii=False) + "\n")
     if len(frames) > 1:
-        _replace(path.with_suffix(".mp4"), lambda aside: _write_video(frames, facts["fps"], aside))
+        _replace(
+            path.with_suffix(".mp4"), lambda aside: _write_video(frames, facts["fps"], aside, sound)
+        )
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
@@ -57,8 +66,8 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def _write_video(frames: Sequence[Image], fps: float, path: Path) -> None:
-    """H.264, which every player knows.
+def _write_video(frames: Sequence[Image], fps: float, path: Path, sound: Sound | None) -> None:
+    """H.264 and AAC, which every player knows.
 
     Raises:
         OSError: It cannot be written, or the library that does it is not installed.
@@ -75,9 +84,19 @@ def _write_video(frames: Sequence[Image], fps: float, path: Path) -> None:
             # Half as many pixels of colour each way: sides are even, as all families' are.
             stream.width, stream.height = frames[0].size
             stream.pix_fmt = "yuv420p"
+            audio: Any = None
+            if sound is not None:  # all streams are added before the first packet
+                audio = file.add_stream(_SOUND_CODEC, rate=sound.rate, layout="stereo")
             for frame in frames:
                 file.mux(stream.encode(av.VideoFrame.from_image(frame)))
             file.mux(stream.encode())
+            if sound is not None:
+                samples = np.ascontiguousarray(sound.samples.numpy())
+                whole = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
+                whole.sample_rate, whole.pts = sound.rate, 0
+                whole.time_base = Fraction(1, sound.rate)
+                file.mux(audio.encode(whole))
+                file.mux(audio.encode())
     except (ValueError, av.FFmpegError) as error:  # such as a build without this codec
         raise OSError(str(error)) from error
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from engine.families.shared.base import Sound
     from engine.run_context import RunContext
     from engine.sample.frozen_denoiser import OtherExpert
 
@@ -223,14 +224,16 @@ class Sampler:
                 if stopping or any(world.any([run.stop_requested()])):
                     break
                 number = self._number(numbers)
-                latents = self._denoise(studio, requests, planned, numbers)
+                latents, sound = self._denoise(studio, requests, planned, numbers)
                 # The VAE gets the room of whatever weights are still gathered.
                 studio.reshard()
                 if number is not None and world.rank % world.context_size == 0:
                     self._check(latents, number)
                     frames = studio.develop(requests[number], latents)
+                    frames = studio.develop(requests[number], latents)
+                    heard = studio.develop_sound(requests[number], sound)
                     facts = self._facts(requests[number], step) | _facts_of(other)
-                    written[number] = self._write(frames, facts, target, number)
+                    written[number] = self._write(frames, heard, facts, target, number)
                     failed = failed or not written[number]
                 done += len(numbers)
                 progress(done)
@@ -258,8 +261,10 @@ class Sampler:
         requests: list[SampleRequest],
         planned: list[int],
         numbers: list[int],
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return this rank's latents of a round, with as many forwards as on other ranks.
+
+        Those of a video's sound are second, if the model makes some.
 
         Args:
             studio: The pipeline.
@@ -269,7 +274,7 @@ class Sampler:
         """
         number = self._number(numbers)
         if number is None and not self.run.world.shards:
-            return torch.empty(0)
+            return torch.empty(0), None
         # Those that have none do the same as the one with the fewest forwards.
         number = numbers[-1] if number is None else number
         request, own = requests[number], planned[number]
@@ -281,9 +286,9 @@ class Sampler:
         )
         with forwards, autocast(self.run.spec, studio.device), uncompiled(self.run.spec):
             pictures = [self.data.pictures[path] for path in request.conditioning]
-            latents = studio.denoise(request, *self._texts(request), pictures)
+            latents, sound = studio.denoise(request, *self._texts(request), pictures)
             forwards.check(studio.pipeline)
-        return latents
+        return latents, sound
 
     def _check(self, latents: torch.Tensor, number: int) -> None:
         """Refuse a class image, and warn of a sample, whose latents are not finite.
@@ -306,13 +311,18 @@ class Sampler:
         )
 
     def _write(
-        self, frames: list[Image], facts: Mapping[str, Any], target: Path, number: int
+        self,
+        frames: list[Image],
+        sound: Sound | None,
+        facts: Mapping[str, Any],
+        target: Path,
+        number: int,
     ) -> bool:
         """Whether an image or video could be written."""
         path = target / self._name(number)
         try:
             target.mkdir(parents=True, exist_ok=True)
-            write_sample(frames, facts, path)
+            write_sample(frames, facts, path, sound)
         except OSError as error:
             self.run.telemetry.warn(f"cannot write {path} ({error.strerror or error})")
             return False
@@ -392,6 +402,7 @@ class _Studio:
         self.denoisers = [transformer, *others.values()]
         self.device = device = run.world.device
         self._family = family = run.family
+        self._root = run.model_root
         self._warn = run.telemetry.warn
         vae = family.load_vae(run.model_root, torch.float32).eval()
         _encode_in_fp32(vae)
@@ -407,8 +418,8 @@ class _Studio:
 
     def denoise(
         self, request: SampleRequest, condition: Any, negative: Any, pictures: Sequence[Image]
-    ) -> torch.Tensor:
-        """Return the latents of an image as the pipeline does.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the latents of an image, and of a video's sound, as the pipeline does.
 
         Args:
             request: The image.
@@ -421,7 +432,7 @@ class _Studio:
             beside = self._family.reference_arguments(pictures)
             pipeline = self._family.pipeline_with_image(pipeline, condition)
             pipeline.set_progress_bar_config(disable=True)
-        return pipeline(
+        output = pipeline(
             **self._family.sample_arguments(request, condition, negative),
             **beside,
             width=request.width,
@@ -429,7 +440,8 @@ class _Studio:
             num_inference_steps=request.steps,
             generator=torch.Generator("cpu").manual_seed(request.seed),
             output_type="latent",
-        )[0]
+        )
+        return output[0], output[1] if self._family.MAKES_SOUND else None
 
     def reshard(self) -> None:
         """Free whatever weights of the denoisers are still gathered."""
@@ -453,6 +465,21 @@ class _Studio:
             return self._family.decode(self.pipeline, latents.float(), request)
         finally:
             self._vae_hook.offload()
+
+    def develop_sound(self, request: SampleRequest, latents: torch.Tensor | None) -> Sound | None:
+        """Decode the latents of a video's sound; what does it is on the device meanwhile.
+
+        A sample without its sound is no reason to end the training.
+        """
+        if latents is None or request.frames == 1:
+            return None
+        try:
+            return self._family.decode_sound(self._root, latents.float(), self.device)
+        except (OSError, torch.OutOfMemoryError) as error:
+            self._warn(f"samples are silent: their sound cannot be decoded ({error})")
+            return None
+        finally:
+            give_back(self.device)
 
     def close(self) -> None:
         """Let go of the VAE: the hook and it hold each other."""

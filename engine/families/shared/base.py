@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import diffusers
 
@@ -70,6 +70,18 @@ class TokenLayout:
     counted_by: str = ""
 
 
+class Sound(NamedTuple):
+    """The sound of a video.
+
+    Attributes:
+        samples: `(2, n)`, left and right, in [-1, 1], fp32, on the CPU.
+        rate: Samples per second.
+    """
+
+    samples: torch.Tensor
+    rate: int
+
+
 class Family(ABC):
     """A family, instantiated for one of its models.
 
@@ -113,6 +125,9 @@ class Family(ABC):
 
     NEGATIVES_APART: bool = False
     """Whether the pipeline encodes negative prompts differently from prompts."""
+
+    MAKES_SOUND: bool = False
+    """Whether the pipeline's second output is what `decode_sound` makes a video's sound of."""
 
     ENCODING: int = 0
     """Part of the keys of cached texts: raise it when the output of `encode` changes."""
@@ -389,6 +404,10 @@ class Family(ABC):
             pictures: At least one.
         """
         return {"image": pictures[0] if len(pictures) == 1 else list(pictures)}
+
+    def decode_sound(self, root: Path, latents: torch.Tensor, device: torch.device) -> Sound:
+        """Decode the latents of a video's sound, of a family that makes some."""
+        raise NotImplementedError
 
     def forwards_per_step(self, request: SampleRequest) -> int:
         """Return the number of denoiser forwards per denoising step of the pipeline."""

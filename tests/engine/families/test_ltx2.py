@@ -106,6 +106,31 @@ def test_sound_reaches_the_video_in_samples_and_not_in_training(case: Case) -> N
     )
 
 
+@torch.no_grad()
+def test_a_samples_sound_is_that_of_the_stock_pipeline(case: Case) -> None:
+    request = case.request(num_frames=case.frames, seed=2)
+    pipeline = case.stock()
+    text = case.encoded(PROMPT)
+    ours = case.family.sampling_pipeline(case.paths.model, pipeline.transformer, pipeline.vae)
+    ours.set_progress_bar_config(disable=True)
+    latents = ours(
+        **case.family.sample_arguments(request, text, None),
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    )[1]
+    sound = case.family.decode_sound(case.paths.model, latents, torch.device("cpu"))
+    heard: list[torch.Tensor] = []
+    pipeline.vocoder.register_forward_hook(lambda module, args, output: heard.append(output))
+    case.run(pipeline, request)
+    assert sound.samples.shape == heard[0].shape[1:]
+    assert torch.allclose(sound.samples, heard[0][0].clamp(-1, 1), rtol=1e-3, atol=1e-4)
+    seconds = sound.samples.shape[1] / sound.rate
+    assert seconds == pytest.approx(case.frames / case.family.fps, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("guidance", "forwards"), [(1.0, {FIRST: 1, LATER: 1}), (3.0, {FIRST: 2, LATER: 3})]
 )
@@ -121,7 +146,7 @@ def test_samples_are_guided_as_by_the_pipelines_own_defaults(
     if request.guided:
         assert "modality_scale" not in arguments
         assert ("stg_scale" in arguments) is (case.name == FIRST)
-        own = {"guidance_scale": guidance, "frame_rate": 24.0, "num_frames": case.frames}
+        own = {"guidance_scale": guidance, "frame_rate": case.family.fps, "num_frames": case.frames}
         with torch.no_grad():
             theirs = pipeline(
                 PROMPT,

@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -181,6 +182,9 @@ def test_a_family_trains_and_its_export_makes_the_same_in_the_stock_pipeline(
     spec = case.spec(**{k: v for k, v in job(case, kind, runs).items() if k not in case.values()})
     (request,) = requests_of(spec)
     sampled = np.asarray(Image.open(run_dir.samples / f"step-{steps}" / "00.png"), int)
+    if case.family.MAKES_SOUND:
+        with av.open(str(run_dir.samples / f"step-{steps}" / "00.mp4")) as video:
+            assert len(video.streams.audio) == 1
     stock = exported(case, kind, run_dir.export)
     assert np.abs(picture(case, stock, request) - sampled).max() <= 1
     # Of a widened model, the published one has no place for the image.

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine import families
+from engine.families.shared.base import Sound
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import build_model, run_job
@@ -433,6 +434,26 @@ def test_a_video_is_an_mp4_with_its_middle_frame_beside_it(tmp_path: Path) -> No
     for wanted, got in zip(frames, shown, strict=True):
         assert np.abs(np.asarray(wanted, int) - got).max() <= 8
     assert sorted(p.name for p in tmp_path.iterdir()) == ["00.json", "00.mp4", "00.png"]
+
+
+def test_a_videos_sound_is_in_its_mp4(tmp_path: Path) -> None:
+    """As long, and what is heard, to the loss of AAC."""
+    av = pytest.importorskip("av")
+    times = torch.arange(24_000) / 48_000
+    samples = torch.stack([torch.sin(400 * torch.pi * times), torch.zeros_like(times)]) / 2
+    path = tmp_path / "00.png"
+    frames = [Image.new("RGB", (32, 16))] * 8
+    write_sample(frames, FACTS | {"fps": 16.0, "frames": 8}, path, Sound(samples, 48_000))
+    with av.open(str(path.with_suffix(".mp4"))) as video:
+        assert video.streams.video[0].frames == 8
+        (stream,) = video.streams.audio
+        assert (stream.rate, stream.layout.name) == (48_000, "stereo")
+        parts = list(video.decode(stream))
+    heard = np.concatenate([part.to_ndarray() for part in parts], axis=1)
+    begin = 1000 - int(parts[0].pts)  # what an encoder puts first is before time 0
+    assert heard.shape[1] + int(parts[0].pts) == pytest.approx(24_000, abs=1024)
+    expected = samples[:, 1000:20_000].numpy()
+    assert np.abs(heard[:, begin : begin + 19_000] - expected).max() < 0.05
 
 
 def test_without_what_writes_videos_a_sample_says_what_to_install(

@@ -207,7 +207,8 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFr
     for packet in container.demux():
         if packet.pts is not None and packet.time_base is not None:
             reached = max(reached, (packet.pts + (packet.duration or 0)) * packet.time_base)
-        if packet.stream_index != stream.index:
+        # The number in the empty packet that ends a stream is 0 for all of them (PyAV 18.1).
+        if packet.stream.index != stream.index:
             continue
         if packet.is_corrupt:
             raise VideoError("truncated or damaged")

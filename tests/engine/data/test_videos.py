@@ -311,6 +311,17 @@ def test_image_to_video_is_given_the_first_frame(
         assert torch.equal(seen, whole[0, :, 0])
 
 
+@pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])
+def test_a_video_with_sound_has_the_frames_of_one_without(tmp_path: Path, suffix: str) -> None:
+    """The end of its sound is not one of its frames."""
+    sound = np.random.default_rng(0).normal(0, 0.1, (2, 16_000))
+    silent = record(tmp_path / f"silent.{suffix}", 8)
+    heard = record(tmp_path / f"heard.{suffix}", 8, sound=sound)
+    assert inspect_video(heard).frames == inspect_video(silent).frames == 8
+    frames = [read_frames(path, fps=8, frames=8) for path in (silent, heard)]
+    assert np.array_equal(*frames)
+
+
 def test_senseless_requests_are_errors_of_the_caller(tmp_path: Path) -> None:
     path = record(tmp_path / "a.mp4", 2)
     wrong: list[dict[str, Any]] = [{"fps": 0}, {"frames": 0}, {"start": -1.0}]

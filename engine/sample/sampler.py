@@ -230,7 +230,6 @@ class Sampler:
                 if number is not None and world.rank % world.context_size == 0:
                     self._check(latents, number)
                     frames = studio.develop(requests[number], latents)
-                    frames = studio.develop(requests[number], latents)
                     heard = studio.develop_sound(requests[number], sound)
                     facts = self._facts(requests[number], step) | _facts_of(other)
                     written[number] = self._write(frames, heard, facts, target, number)

@@ -46,7 +46,7 @@ def find_missing(spec: DataPlanKeys) -> list[HubName]:
     return [name for name in names_in(spec) if not _is_complete(name)]
 
 
-def copies_of_stores(spec: InputKeys) -> list[str]:
+def copies_of_stores(spec: DataPlanKeys) -> list[str]:
     """Say for each store that a job reads how old its copy is: no job looks for changes."""
     stores = [name for name in names_in(spec) if isinstance(name, StoreUrl) and name.find()]
     return [

@@ -113,6 +113,7 @@ def test_experts_are_compared_with_their_own_kind(sweep: Sweep) -> None:
         assert rule is not None
         assert bool(rule.look()) is stopped
 
+
 def test_a_job_that_is_judged_by_a_score_needs_a_higher_one_and_no_held_out_data(
     sweep: Sweep,
 ) -> None:

@@ -158,7 +158,7 @@ def best_job(
         measured: Job → its measurements.
         differ: Job → its values of the keys in which the jobs differ.
     """
-    by_loss = any(one.by == LOSS for one in measured.values() if one)
+    by_loss = any(values.by == LOSS for values in measured.values() if values)
     flavours = (values.get("model_flavour") for values in differ.values())
     if by_loss and not compares_losses(flavours):
         return None

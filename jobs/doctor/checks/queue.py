@@ -20,6 +20,7 @@ from jobs.machine.file_lock import LOCKS, holders
 from jobs.machine.gpu import foreign_users
 from jobs.memory.host_memory import check_host_memory
 from jobs.models.find_model import DamagedError, read_metadata
+from jobs.models.scorers import check_scorers
 from jobs.paths import state_home
 from jobs.preflight.check_job import (
     check_block_names,
@@ -207,6 +208,7 @@ def check_job(patient: Patient) -> Iterator[Finding]:
     if model[0].verdict is Verdict.OK:  # otherwise there is no model to look up blocks in
         yield from _run_check("blocks", check_block_names, spec)
     yield from _run_check("wrap policy", check_wrap_policy, spec)
+    yield from _run_check("scoring models", check_scorers, spec)
     yield from _run_check("dataset", check_dataset, spec, "{} images and videos")
     yield from _run_check("trackers", check_trackers, spec)
     if spec.launcher == "slurm":  # this machine's devices say nothing about the nodes

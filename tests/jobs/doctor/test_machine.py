@@ -632,11 +632,15 @@ def test_all_that_is_wrong_with_a_job_is_told_at_once(
     wrong = {
         "pretrained_model_name_or_path": "/no/model",
         "dataset": "/no/data",
+        "validation_prompts": ["a"],
+        "validation_scores": ["clip_t"],
+        "validation_clip_model": "/no/clip",
         "device": "auto",
         "gpus": [0, 1],
     }
     found = examine_job(write(tmp_path / "job.yaml", job_values | wrong))
-    assert told(found)[1:] == [("fail", name) for name in ("model", "dataset", "devices")]
+    names = ("model", "scoring models", "dataset", "devices")
+    assert told(found)[1:] == [("fail", name) for name in names]
     assert all(finding.advice for finding in found[1:])
 
 

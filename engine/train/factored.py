@@ -68,7 +68,7 @@ def _is_came(group: dict[str, Any]) -> bool:
 
 
 def _columns(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Zeros for each column: of a matrix whole on every rank, of a convolution sharded like it."""
+    """Return zeros for each column: whole of a matrix, sharded of a convolution."""
     if parameter.ndim > 2:
         return torch.zeros_like(parameter.detach().select(-2, 0))
     return local_part(parameter).new_zeros(parameter.shape[-1])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def sharded_factored(base: Any) -> Any:
-    """Transformers' `Adafactor` or came-pytorch's `CAME` with a step of our own.
+    """Return transformers' `Adafactor` or came-pytorch's `CAME` with a step of our own.
 
     The learning rate is the group's, relative to nothing, and Adafactor has no first moment.
     """

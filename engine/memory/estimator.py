@@ -18,6 +18,7 @@ from engine.memory.phases import (
     text_lora_bytes,
 )
 from engine.memory.predict import OVERHEADS, Overheads, predict, strategy_of
+from engine.memory.tracing.inputs import references
 from engine.memory.tracing.model import Shape, shape_of
 from engine.memory.tracing.timeline import work_of
 from engine.memory.tracing.trace import Trace, trace_model
@@ -51,6 +52,21 @@ _WIDENED: Final = (
 # 210 and 8 % less for a LoRA, 407 → 105 and 28 % less for all weights (Inductor for CPUs, torch
 # 2.13).
 _COMPILED: Final = {"lora": ("half", 8), "full": ("a quarter", 28)}
+
+# What decides about the share that `tread` saves.
+_SAVES_BY: Final = (
+    "tread",
+    "pretrained_model_name_or_path",
+    "model_family",
+    "model_flavour",
+    "model_type",
+    "train_batch_size",
+    "max_sequence_length",
+    "gradient_checkpointing",
+    "fsdp_activation_checkpointing",
+    "gradient_checkpointing_interval",
+    "gradient_checkpointing_policy",
+)
 
 
 class Estimator:
@@ -109,11 +125,7 @@ class Estimator:
         autoencoder = autoencoder_bytes(root) if root is not None else 0
         notes = _notes(spec, root, file_bytes, sampled=sample is not None, compiles=trace.compiles)
         if spec.tread:
-            plain = self._trace(
-                spec.model_copy(update={"tread": None}), sharded=sharded, training=True
-            )
-            assert plain is not None, "every job has steps"
-            notes.append(_saved_by_routes(trace, plain))
+            notes.append(self._saved_by_routes(spec, trace))
         return replace(
             prediction,
             host=host_of(
@@ -148,6 +160,27 @@ class Estimator:
             raise
         except Exception:
             return None
+
+    def _saved_by_routes(self, spec: JobSpec, trace: Trace) -> str:
+        """Say what a step saves whose tokens skip blocks, compared with one whose tokens do not.
+
+        Computed once for all strategies and packed bases, which change neither much.
+        """
+        shape = trace.shape
+        facts = spec.model_dump(mode="json", include=set(_SAVES_BY))
+
+        def say() -> str:
+            without = spec.model_copy(update={"tread": None})
+            plain = self._trace(without, sharded=shape.sharded, training=True)
+            assert plain is not None, "every job has steps"
+            flops = round(100 * (1 - _flops(trace) / _flops(plain)))
+            kept = round(100 * (1 - trace.most_activations / plain.most_activations))
+            text = f"tread: {flops} % fewer FLOPs in a step than with all tokens"
+            return f"{text}, and {kept} % less memory for activations" if kept > 0 else text
+
+        size = (shape.size, shape.frames, references(spec, training=True))
+        note: str = self._once(("routes", size, str(facts)), say)
+        return note
 
     def _caching(self, spec: JobSpec, shape: Shape, root: Path | None, ranks: int) -> list[Phase]:
         if root is None:
@@ -198,14 +231,6 @@ def _resident(spec: JobSpec, root: Path | None, ranks: int) -> int:
     except UserError:
         return 0
     return size + (text_lora_bytes(spec, root) if trains_text(spec) else 0)
-
-
-def _saved_by_routes(trace: Trace, plain: Trace) -> str:
-    """Say what a step saves whose tokens skip blocks, compared with one whose tokens do not."""
-    flops = round(100 * (1 - _flops(trace) / _flops(plain)))
-    kept = round(100 * (1 - trace.most_activations / plain.most_activations))
-    text = f"tread: {flops} % fewer FLOPs in a step than with all tokens"
-    return f"{text}, and {kept} % less memory for activations" if kept > 0 else text
 
 
 def _flops(trace: Trace) -> int:

@@ -26,7 +26,6 @@ from jobs.hub.fetches import Fetch
 from jobs.hub.listing import Listing, check_room, is_data
 from jobs.hub.trouble import HubError, explain, no_room
 from jobs.machine import file_lock
-from jobs.paths import ensure_private_dir
 from jobs.run.rundir import read_json, sync, write_atomic
 from jobs.units import named_counts
 
@@ -44,7 +43,7 @@ _LONGEST_NAME: Final = 255  # bytes
 _ROUNDS: Final = 5  # listings that differ from the one before
 # What stores call an object's version, the most exact first.
 _VERSIONS: Final = (
-    *("ETag", "etag", "generation", "md5Hash"),
+    *("ETag", "etag", "generation", "md5Hash", "blob_id", "sha"),
     *("LastModified", "last_modified", "updated", "mtime", "modified", "created"),
 )
 
@@ -104,7 +103,7 @@ def copy_store(
         HubError: It cannot be fetched, or not now.
     """
     with _on_disk(url):
-        ensure_private_dir(url.root)
+        url.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = open(url.root / "lock", "a")  # noqa: SIM115
     with lock:
         with _on_disk(url):
@@ -171,9 +170,13 @@ def _facts(store: Any, entry: dict[str, Any]) -> tuple[str, int, str]:
     key = str(entry["name"])
     if entry.get("size") is None:
         entry = store.info(key)
-        if entry.get("size") is None:
-            raise ValueError(f"the server does not say how large {key} is")
     version = next((str(entry[name]) for name in _VERSIONS if entry.get(name)), "")
+    if entry.get("size") is None or not version:
+        raise HubError(
+            f"the server of {key} does not say its size and version (ETag), so a change would not "
+            "be noticed",
+            "copy the folder to this machine, or use another server",
+        )
     return key, int(entry["size"]), f"{version} {entry['size']}"
 
 

@@ -165,6 +165,13 @@ def test_what_cannot_be_fetched_is_one_sentence(
     assert not error.value.passing
 
 
+def test_a_server_that_does_not_tell_versions_is_refused(bucket: Objects) -> None:
+    bucket.objects, bucket.tagged = cats(), False
+    with pytest.raises(HubError, match="does not say its size and version") as error:
+        fetch(url_of(bucket))
+    assert not error.value.passing
+
+
 class NoCredentialsError(Exception):
     """As botocore names it."""
 

@@ -32,6 +32,7 @@ class Objects:
         objects: Key → content.
         cuts: Draws whether a connection is cut and where; None never cuts.
         down: Statuses to answer the next requests with.
+        tagged: Whether it says which version of an object it has.
         refused: The status of every request; 0 for none.
         on_range: Called with the key and the first byte of each range before it is sent.
         whole: Key and first byte → how often this range was sent to its end.
@@ -44,6 +45,7 @@ class Objects:
     objects: dict[str, bytes] = field(default_factory=dict, repr=False)
     cuts: random.Random | None = None
     down: list[int] = field(default_factory=list)
+    tagged: bool = True
     refused: int = 0
     on_range: Callable[[str, int], None] = lambda key, begin: None
     whole: Counter[tuple[str, int]] = field(default_factory=Counter)
@@ -120,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             begin, end = int(match[1]), int(match[2]) + 1
             store.on_range(key, begin)
         self.send_response(206 if match else 200)
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        if store.tagged:
+            self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(end - begin))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import pathlib
 import random
+import shutil
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -283,6 +286,47 @@ def test_local_and_remote_datasets_mix(
     assert check_dataset(spec) == 6
     (note, _) = [line for line in plan_submit(store, spec).warnings if "is used as" in line]
     assert note.startswith(f"{url} is used as it was on ")
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+@pytest.mark.slow
+def test_killed_at_any_change_of_the_disk(bucket: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is then whole or none, and what was fetched is not fetched again."""
+    bucket.objects = {key: value for key, value in cats(1).items() if key[-3:] in ("png", "txt")}
+    del bucket.objects["cats/.hidden.png"]
+    url, size = url_of(bucket), sum(map(len, bucket.objects.values()))
+    changes = ((os, "fsync"), (os, "replace"), (pathlib.Path, "symlink_to"))
+    for last in itertools.count(1):
+        shutil.rmtree(url.root, ignore_errors=True)
+        before, calls = bucket.sent, itertools.count(1)
+
+        def kill(real: Any, last: int = last, calls: Iterator[int] = calls) -> Any:
+            def change(*words: Any) -> Any:
+                if next(calls) == last:
+                    raise Killed
+                return real(*words)
+
+            return change
+
+        with monkeypatch.context() as patch:
+            for place, name in changes:
+                patch.setattr(place, name, kill(getattr(place, name)))
+            try:
+                fetch(url)
+            except Killed:
+                survived = False
+            else:
+                survived = True
+        folder = url.find()
+        assert folder is None or tree_of(folder) == bucket.objects
+        assert tree_of(fetch(url)) == bucket.objects
+        assert bucket.sent - before == size
+        if survived:
+            break
+    assert last > 10
 
 
 @pytest.mark.slow

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from engine.ranks.telemetry import Telemetry
     from engine.run_context import RunContext
     from jobs.spec.job_spec import DataPlanKeys, JobSpec
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,10 @@ class Prepared:
         return isinstance(bucket, PlanBucket) and bucket.to_base
 
     def prompt(
-        self, text: str, *, negative: bool = False, images: Sequence[str] = ()
+        self, text: str, request: SampleRequest, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Return an encoded validation prompt or negative prompt."""
-        inputs = prompt_images(images, self.pictures, self.spec)
+        """Return a request's prompt or negative prompt, encoded."""
+        inputs = prompt_images(request, self.pictures, self.spec)
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative, inputs))
 
     def held_latents(self, number: int) -> torch.Tensor:
@@ -307,7 +308,7 @@ def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
     """Return the prompts to sample, and the negative prompts that have an effect."""
     texts = []
     for request in requests_of(spec):
-        images = prompt_images(request.conditioning, pictures, spec)
+        images = prompt_images(request, pictures, spec)
         texts.append(Text(prompt_text(request.prompt, spec), images=images))
         if request.guided and request.negative_prompt is not None:
             texts.append(Text(prompt_text(request.negative_prompt, spec), True, images))

@@ -142,6 +142,8 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "": "hunyuan-video-1.5",
         "480p-t2v": "hunyuan-video-1.5",
         "720p-t2v": "hunyuan-video-1.5",
+        "480p-i2v": "hunyuan-video-1.5-i2v",
+        "720p-i2v": "hunyuan-video-1.5-i2v",
     },
 }
 # The code base that defines the names used in kohya's and ComfyUI's files.

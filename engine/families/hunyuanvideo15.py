@@ -1,4 +1,7 @@
-"""HunyuanVideo 1.5: text of Qwen2.5-VL, and what stands in quotes of ByT5, each with a mask."""
+"""HunyuanVideo 1.5: text of Qwen2.5-VL, and what stands in quotes of ByT5, each with a mask.
+
+Image-to-video has the first frame in extra channels, followed by zeros, and as tokens of SigLIP.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from peft import PeftModel
+from transformers import SiglipImageProcessor, SiglipVisionModel
 
 from engine.families.shared import flux_kohya
 from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.hunyuanvideo15_forward import without_waiting
-from engine.families.shared.hunyuanvideo15_pipeline import GuidedPipeline
+from engine.families.shared.hunyuanvideo15_pipeline import (
+    GuidedImagePipeline,
+    GuidedPipeline,
+)
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
+from engine.families.shared.references import BEGINNING
 from engine.families.shared.text_masks import mask_or_ones, without_padding
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from PIL import Image
 
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -23,6 +34,7 @@ _TEXT: Final = "prompt_embeds"
 _TEXT_MASK: Final = "prompt_embeds_mask"
 _GLYPHS: Final = "prompt_embeds_2"
 _GLYPHS_MASK: Final = "prompt_embeds_mask_2"
+_IMAGE: Final = "image_embeds"
 
 # Tencent's names, which musubi-tuner has; ComfyUI has query, key and value in one layer, and calls
 # the layers as those of FLUX.1.
@@ -53,7 +65,7 @@ _TENCENT: Final = Layout(
 
 
 class HunyuanVideo15(Family):
-    """HunyuanVideo 1.5 as text-to-video."""
+    """HunyuanVideo 1.5, from text, or from text and a first frame."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
     LORA_TARGETS = (
@@ -67,7 +79,27 @@ class HunyuanVideo15(Family):
     COMFYUI_READS_KOHYA = False
 
     def pipeline_class(self) -> Any:
-        return GuidedPipeline
+        return GuidedImagePipeline if self._from_image else GuidedPipeline
+
+    @property
+    def _from_image(self) -> bool:
+        return self._index.get("_class_name") == self.facts.pipelines[1]
+
+    @property
+    def image_encoder_class(self) -> Any:
+        return SiglipVisionModel if self._from_image else None
+
+    def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
+        """Return a pipeline with only what encodes prompts, and first frames in fp32."""
+        if self._from_image:
+            components["feature_extractor"] = SiglipImageProcessor.from_pretrained(
+                root / "feature_extractor"
+            )
+            if "image_encoder" not in components:
+                components["image_encoder"] = SiglipVisionModel.from_pretrained(
+                    root / "image_encoder", dtype=torch.float32
+                )
+        return super().load_text_pipeline(root, dtype, **components)
 
     def load_lora(self, pipeline: Any, directory: Path) -> None:
         """As a user would: this pipeline has no functions for LoRAs, but peft does."""
@@ -87,6 +119,14 @@ class HunyuanVideo15(Family):
         return _cut(_TEXT, _TEXT_MASK, text, mask) | _cut(
             _GLYPHS, _GLYPHS_MASK, glyphs, glyphs_mask
         )
+
+    def encode_with_images(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """Return the text, and `image_embeds (729, E)` of SigLIP."""
+        seen = pipeline.encode_image(images[0], 1, pipeline.image_encoder.device, torch.float32)
+        text = self.encode(pipeline, prompt, max_sequence_length)
+        return text | {_IMAGE: seen[0].contiguous()}
 
     def load_vae(self, root: Path, dtype: torch.dtype) -> Any:
         """One that encodes and decodes videos one by one: its attention takes no more at a time.
@@ -112,7 +152,7 @@ class HunyuanVideo15(Family):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        """As text-to-video, the model gets zeros for a first frame, its mask and its embedding.
+        """From text alone, the model gets zeros for a first frame, its mask and its embedding.
 
         All tokens of the embedding are masked then, and so there are none here.
         """
@@ -120,8 +160,15 @@ class HunyuanVideo15(Family):
         text, glyphs = condition[_TEXT], condition[_GLYPHS]
         mask, glyphs_mask = condition.get(_TEXT_MASK), condition.get(_GLYPHS_MASK)
         first_frame = noisy.new_zeros(batch, transformer.config.in_channels - channels, *size)
+        image = text.new_zeros(batch, 0, transformer.config.image_embed_dim)
+        if BEGINNING in condition:
+            first_frame[:, :-1, :1] = condition[BEGINNING]
+            first_frame[:, -1, 0] = 1  # which frame is given
+            image = condition[_IMAGE].to(text.dtype)
         masked = mask is not None or glyphs_mask is not None
-        with without_waiting(transformer, refined=mask is not None, masked=masked):
+        with without_waiting(
+            transformer, refined=mask is not None, masked=masked, image=BEGINNING in condition
+        ):
             return transformer(
                 hidden_states=torch.cat([noisy, first_frame], dim=1),
                 timestep=level * 1000,
@@ -129,7 +176,7 @@ class HunyuanVideo15(Family):
                 encoder_attention_mask=mask_or_ones(mask, text),
                 encoder_hidden_states_2=glyphs,
                 encoder_attention_mask_2=mask_or_ones(glyphs_mask, glyphs),
-                image_embeds=text.new_zeros(batch, 0, transformer.config.image_embed_dim),
+                image_embeds=image,
                 return_dict=False,
             )[0]
 
@@ -151,7 +198,15 @@ class HunyuanVideo15(Family):
         for kind in ("", "negative_"):
             for mask in (_TEXT_MASK, _GLYPHS_MASK):
                 arguments.pop(f"{kind}{mask}", None)
+            arguments.pop(f"{kind}{_IMAGE}", None)
         return arguments if request.guided else arguments | {"guidance_scale": 1.0}
+
+    def pipeline_with_image(
+        self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
+        """Return the same, with the image encoder's output, computed already, in its place."""
+        pipeline.seen = (condition or {}).get(_IMAGE)
+        return pipeline
 
 
 def _cut(

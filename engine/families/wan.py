@@ -17,7 +17,7 @@ from transformers import BatchFeature, CLIPVisionModel
 from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.references import BEGINNING, insert_first_frame
-from jobs.spec.families.wan import T2V_GUIDANCE
+from jobs.spec.families.wan import T2V_GUIDANCE, WITH_FRAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _HIGH: Final = "transformer"
 _LOW: Final = "transformer_2"
 _MASKS: Final = 4  # channels: one for each frame of a latent
-_TEXT: Final = 512  # tokens: where models that see an image look for the end of its tokens
 _IMAGE: Final = "image_embeds"
 
 
@@ -97,7 +96,7 @@ class Wan(Family):
         """`prompt_embeds (512, D)`, and `image_embeds (257, D)` of CLIP."""
         text = self.encode(pipeline, prompt, max_sequence_length)["prompt_embeds"]
         seen = pipeline.encode_image(images[0], text.device)[0]
-        filled = functional.pad(text, (0, 0, 0, _TEXT - len(text)))
+        filled = functional.pad(text, (0, 0, 0, WITH_FRAME - len(text)))
         return {"prompt_embeds": filled, _IMAGE: seen.contiguous()}
 
     def predict(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from engine.ranks.team import Team
     from engine.run_context import RunContext
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class _Prompts:
     pictures: Mapping[str, Image] = field(default_factory=dict)
 
     def prompt(
-        self, text: str, *, negative: bool = False, images: Sequence[str] = ()
+        self, text: str, request: SampleRequest, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative))
 

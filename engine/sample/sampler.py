@@ -164,9 +164,9 @@ class Prompts(Protocol):
         ...
 
     def prompt(
-        self, text: str, *, negative: bool = False, images: Sequence[str] = ()
+        self, text: str, request: SampleRequest, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Encode a prompt or negative prompt, with the images at these paths if the model does."""
+        """Encode a request's prompt or negative prompt, with its images if the model does."""
         ...
 
 
@@ -331,11 +331,11 @@ class Sampler:
         self, request: SampleRequest
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor] | None]:
         """Return the encoded prompt on the device, and the negative one if it has an effect."""
-        images, words = request.conditioning, request.negative_prompt
-        prompt = self._on_device(self.data.prompt(request.prompt, images=images))
+        words = request.negative_prompt
+        prompt = self._on_device(self.data.prompt(request.prompt, request))
         if not request.guided or words is None:
             return prompt, None
-        return prompt, self._on_device(self.data.prompt(words, negative=True, images=images))
+        return prompt, self._on_device(self.data.prompt(words, request, negative=True))
 
     def _on_device(self, text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         # Ranks that share a sample's tokens need as many each.

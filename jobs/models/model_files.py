@@ -247,6 +247,8 @@ def _check_first_frame(
     flavour = family.flavours.get(flavour_name)
     if flavour is None or not any(other.needs_first_frame for other in family.flavours.values()):
         return
+    if not flavour.gray_frames or config.get("image_embed_dim") is not None:
+        return  # HunyuanVideo 1.5 has the same channels for text alone
     place = f"{component_of(spec)}/config.json"
     if config.get("pos_embed_seq_len") is not None:
         raise SpecError(

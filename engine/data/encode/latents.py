@@ -38,7 +38,7 @@ from engine.data.read.images import DECODER, decode
 from engine.data.read.masks import read_mask
 from engine.model.release import Watch, give_back
 from jobs.errors import NotFiniteError, UserError
-from jobs.spec.families import needs_first_frame, references_of
+from jobs.spec.families import frames_beside, needs_first_frame, references_of
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -88,9 +88,10 @@ class LatentKeys:
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def beginning(self, sample: int, view: int) -> str:
-        """Return the cache key of a view of a video's first frame, followed by gray frames."""
+        """Return the cache key of a view of a video's first frame, and of gray frames after it."""
         item = self._index.samples[sample]
-        facts = view_of(item, view, self._spec).facts() | {"beginning": item.bucket[2]}
+        frames = frames_beside(self._spec, item.bucket[2])
+        facts = view_of(item, view, self._spec).facts() | {"beginning": frames}
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def reference(self, sample: int, view: int, number: int) -> str:
@@ -253,10 +254,13 @@ def first_picture(sample: Sample, view: View, spec: DataKeys) -> Image.Image:
         return fit(Image.fromarray(_frames(sample, spec, 1)[0]), view)
 
 
-def beginning_pixels(sample: Sample, view: View, spec: DataKeys) -> torch.Tensor:
-    """Return a view of a video's first frame, then gray frames: `(1, 3, F, H, W)` in [-1, 1]."""
+def beginning_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
+    """Return a view of a video's first frame, then gray frames: `(1, 3, F, H, W)` in [-1, 1].
+
+    Models whose other frames have latents of 0 get the first frame alone.
+    """
     first = _scaled([first_picture(sample, view, spec)])
-    return functional.pad(first, (0, 0, 0, 0, 0, sample.bucket[2] - 1))
+    return functional.pad(first, (0, 0, 0, 0, 0, frames_beside(spec, sample.bucket[2]) - 1))
 
 
 def _scaled(frames: Sequence[Image.Image]) -> torch.Tensor:

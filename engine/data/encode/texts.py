@@ -23,7 +23,15 @@ from engine.data.encode.tensor_cache import (
     pieces,
     together,
 )
-from engine.data.index.views import FITTING, as_seen, fit_whole, reference_view, view_of
+from engine.data.index.views import (
+    FITTING,
+    View,
+    as_seen,
+    fit,
+    fit_whole,
+    reference_view,
+    view_of,
+)
 from engine.data.read.images import DECODER
 from engine.families.shared.base import TEXT_PARTS
 from engine.families.shared.clip_family import ClipFamily
@@ -33,7 +41,7 @@ from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from jobs.errors import NotFiniteError
 from jobs.run.events import Freed
-from jobs.spec.families import references_of, sees_images
+from jobs.spec.families import frames_beside, references_of, sees_images
 from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.untrusted.text import one_line
 
@@ -45,7 +53,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from engine.data.index.data_index import Sample
-    from engine.data.index.views import View
     from engine.families import Family
     from engine.model.release import Released
     from engine.ranks.telemetry import Telemetry
@@ -53,6 +60,7 @@ if TYPE_CHECKING:
     from engine.run_context import RunContext
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
     from jobs.spec.keys.job import JobKeys
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 _REMEMBERED: Final = 256  # encoded texts kept in memory when there is no cache on disk
@@ -409,16 +417,19 @@ def images_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...
 
 
 def prompt_images(
-    paths: Sequence[str], pictures: Mapping[str, Image], spec: JobKeys
+    request: SampleRequest, pictures: Mapping[str, Image], spec: JobKeys
 ) -> tuple[ImageInput, ...]:
     """Return the images that are encoded with a prompt; () for most models.
 
     Args:
-        paths: The prompt's conditioning images.
+        request: The prompt, with the paths of its conditioning images.
         pictures: The loaded images by path (`engine.data.prepare.read_pictures`).
         spec: The job.
     """
-    return tuple(_of_prompt(path, pictures[path], spec) for path in paths if sees_images(spec))
+    if not sees_images(spec):
+        return ()
+    size = (request.width, request.height)
+    return tuple(_of_prompt(path, pictures[path], spec, size) for path in request.conditioning)
 
 
 def _of_reference(sample: Sample, number: int, shown: View, spec: InputKeys) -> ImageInput:
@@ -432,8 +443,10 @@ def _of_reference(sample: Sample, number: int, shown: View, spec: InputKeys) -> 
     return ImageInput(key, read, f"the conditioning image of {sample.name}")
 
 
-def _of_prompt(path: str, picture: Image, spec: JobKeys) -> ImageInput:
+def _of_prompt(path: str, picture: Image, spec: JobKeys, size: tuple[int, int]) -> ImageInput:
     takes = references_of(spec)
+    if frames_beside(spec, 2) == 1:
+        picture = fit(picture, View(size))
     if takes is not None and takes.seen is not None:
         picture = fit_whole(picture, takes.seen, None)
     digest = hashlib.sha256(picture.tobytes()).hexdigest()

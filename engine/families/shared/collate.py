@@ -47,11 +47,11 @@ def collate(
 
 
 def mask_of(name: str, text: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the name of the mask that belongs to a text's tensor; None if there is none.
+    """Return the name of the mask that belongs to a text's tensor; None for images' and if none is.
 
     If there are several, it is the one whose name ends with the same number.
     """
-    masks = [other for other in text if "mask" in other]
+    masks = [other for other in text if "mask" in other and not name.startswith("image")]
     if len(masks) > 1:
         masks = [mask for mask in masks if _NUMBER.findall(mask)[0] == _NUMBER.findall(name)[0]]
     return masks[0] if masks else None

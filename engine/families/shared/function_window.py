@@ -30,7 +30,9 @@ class NoMask(TorchFunctionMode):
 
 @contextmanager
 def window(
-    begins: Callable[[Callable[..., None]], Any], before: Module, mode: type[TorchFunctionMode]
+    begins: Callable[[Callable[..., None]], Any],
+    before: Module,
+    mode: Callable[[], TorchFunctionMode],
 ) -> Iterator[None]:
     """While active, run a part of every forward under a function mode.
 
@@ -41,7 +43,7 @@ def window(
         begins: Registers its argument as the hook that opens the window, such as
             `module.register_forward_hook`.
         before: The module whose forward closes the window, before the hooks of FSDP.
-        mode: The mode that intercepts functions.
+        mode: Makes the mode that intercepts functions.
     """
     with ExitStack() as stack:
         entered = stack.enter_context(ExitStack())

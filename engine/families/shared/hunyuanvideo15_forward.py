@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +25,20 @@ class _Unsorted(TorchFunctionMode):
     """Keeps the tokens of texts in place, masked or not.
 
     `tokens[mask]` returns all of them, and `tokens[~mask]` none.
+
+    Args:
+        image: Whether a first frame is given.
     """
+
+    def __init__(self, *, image: bool) -> None:
+        super().__init__()
+        self._image = image
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.__bool__:  # checks whether no image is given
-            return True
+            return not self._image
         if func is torch.Tensor.__invert__:
             return args[0][:0]
         if func is torch.Tensor.__getitem__ and _is_mask(args[1]):
@@ -91,7 +99,9 @@ def use_key_masks(transformer: Any) -> None:
 
 
 @contextmanager
-def without_waiting(transformer: Any, *, refined: bool, masked: bool) -> Iterator[None]:
+def without_waiting(
+    transformer: Any, *, refined: bool, masked: bool, image: bool = False
+) -> Iterator[None]:
     """Make forwards run without GPU synchronization, with exact times and masks only if needed.
 
     Diffusers sorts each sample's tokens by its masks, which reads their number from the GPU a dozen
@@ -106,10 +116,11 @@ def without_waiting(transformer: Any, *, refined: bool, masked: bool) -> Iterato
         transformer: The model.
         refined: Whether the text of Qwen2.5-VL has padding.
         masked: Whether any text has padding.
+        image: Whether a first frame is given.
     """
     use_key_masks(transformer)
     with ExitStack() as stack:
-        mode = _Unsorted if masked else _Whole
+        mode = partial(_Unsorted if masked else _Whole, image=image)
         begins = transformer.image_embedder.register_forward_hook
         stack.enter_context(window(begins, transformer.transformer_blocks[0], mode))
         embedder = transformer.time_embed.timestep_embedder

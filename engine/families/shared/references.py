@@ -20,7 +20,10 @@ FIRST_FRAME: Final = "first_frame"
 
 
 BEGINNING: Final = "beginning"
-"""Name of the latents `(B, C, f, h, w)` of a video's first frame followed by gray frames."""
+"""Name of the latents `(B, C, f, h, w)` of a video's first frame followed by gray frames.
+
+`(B, C, 1, h, w)` where nothing follows it.
+"""
 
 
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 
 from engine.families.shared.references import BEGINNING, FIRST_FRAME, REFERENCE
 from jobs.errors import UserError
-from jobs.spec.families import get_family, needs_first_frame, references_of
+from jobs.spec.families import frames_beside, get_family, needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import sizes_of
 
@@ -28,6 +28,7 @@ _LONGEST_VIDEO: Final = (
 )
 _CLIP_TOKENS: Final = 77
 _CLIP_PATCHES: Final = 257
+_SIGLIP_PATCHES: Final = 729
 _SEEN_CELL: Final = 28  # pixels per side of a Qwen2.5-VL token
 _AROUND_SEEN: Final = 6  # tokens that delimit and number an image
 _FIXED_TEXT: Final = 512  # tokens, for Anima, and for Wan's models that see the first frame
@@ -117,6 +118,7 @@ def reference_shapes(
     if not count:
         return {}
     if needs_first_frame(spec):
+        frames = frames_beside(spec, frames)
         return {BEGINNING: (latents_shape(spec, config, size, frames), torch.float32)}
     takes = references_of(spec)
     if takes is None:
@@ -236,7 +238,9 @@ def caption_shapes(
         case "hunyuanvideo":
             return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask
         case "hunyuanvideo15":
-            return text("text_embed_dim") | {
+            seen = {"image_embeds": ((_SIGLIP_PATCHES, config["image_embed_dim"]), torch.float32)}
+            return (seen if needs_first_frame(spec) else {}) | {
+                **text("text_embed_dim"),
                 "prompt_embeds_mask": ((length,), torch.bool),
                 "prompt_embeds_2": ((_GLYPHS, config["text_embed_2_dim"]), dtype),
                 "prompt_embeds_mask_2": ((_GLYPHS,), torch.bool),

@@ -286,6 +286,18 @@ CLIP_SETTINGS = {
     "image_processor_type": "CLIPImageProcessor",
     "size": {"shortest_edge": 224},
 }
+SIGLIP_SETTINGS = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "SiglipImageProcessor",
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "size": {"height": 384, "width": 384},
+}
 QWEN_SETTINGS = {
     **_COMMON,
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -359,6 +371,14 @@ def save_clip_processor(model_dir: Path) -> None:
     _write(model_dir / "image_processor" / "preprocessor_config.json", CLIP_SETTINGS)
     parts = _read(model_dir / "model_index.json")
     named = {"image_processor": ["transformers", "CLIPImageProcessor"]}
+    _write(model_dir / "model_index.json", {**parts, **named})
+
+
+def save_siglip_processor(model_dir: Path) -> None:
+    """Add SigLIP's image processor to a saved pipeline, under the name in published models."""
+    _write(model_dir / "feature_extractor" / "preprocessor_config.json", SIGLIP_SETTINGS)
+    parts = _read(model_dir / "model_index.json")
+    named = {"feature_extractor": ["transformers", "SiglipImageProcessor"]}
     _write(model_dir / "model_index.json", {**parts, **named})
 
 

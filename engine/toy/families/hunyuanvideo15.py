@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diffusers import (
     AutoencoderKLHunyuanVideo15,
     ClassifierFreeGuidance,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
-from transformers import ByT5Tokenizer
+from transformers import ByT5Tokenizer, SiglipVisionConfig, SiglipVisionModel
 
 from engine.toy.components import parts
 from engine.toy.components.clip_and_t5 import build_t5
-from engine.toy.components.language_models import build_qwen2_5_vl_text
+from engine.toy.components.language_models import (
+    build_qwen2_5_vl_text,
+    save_siglip_processor,
+)
 from engine.toy.components.parts import mislead, open_gates, quieten
 from engine.toy.components.tokenizers import build_qwen_tokenizer
 from engine.toy.components.weights import gains, one_thread
@@ -40,22 +44,31 @@ GAIN = gains(
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
-    """Write the model: for 720p with another size and shift, as published."""
-    large = "720p" in flavour
+    """Write the model: for 720p with another size and shift, as published.
+
+    Image-to-video has SigLIP as well, of as many tokens as published.
+    """
+    large, from_image = "720p" in flavour, "i2v" in flavour
+    shift = (7.0 if from_image else 9.0) if large else 5.0
     vae = _build_vae(seed)
     tokenizer = build_qwen_tokenizer(parts.captions(), _template(vae))
     glyph_tokenizer = ByT5Tokenizer()
-    pipeline = HunyuanVideo15Pipeline(
+    kind: Any = HunyuanVideo15ImageToVideoPipeline if from_image else HunyuanVideo15Pipeline
+    seeing = {"image_encoder": _build_siglip(seed), "feature_extractor": None} if from_image else {}
+    pipeline = kind(
         text_encoder=build_qwen2_5_vl_text(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
         transformer=_build_transformer(seed, HEADS * hidden_scale, 960 if large else 640),
         vae=vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=9.0 if large else 5.0),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
         text_encoder_2=build_t5(glyph_tokenizer, GLYPH_DIM, seed=seed),
         tokenizer_2=glyph_tokenizer,
         guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        **seeing,
     )
     parts.save(pipeline, model_dir, dtype)
+    if from_image:
+        save_siglip_processor(model_dir)
 
 
 def _template(vae: AutoencoderKLHunyuanVideo15) -> str:
@@ -102,6 +115,21 @@ def _build_transformer(seed: int, heads: int, target_size: int) -> HunyuanVideo1
         quieten(transformer.proj_out.weight, transformer.x_embedder.proj.weight)
     mislead(transformer.proj_out.bias, seed)
     return transformer
+
+
+def _build_siglip(seed: int) -> SiglipVisionModel:
+    return parts.random_model(
+        SiglipVisionModel,
+        config=SiglipVisionConfig(
+            hidden_size=IMAGE_DIM,
+            intermediate_size=2 * IMAGE_DIM,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            image_size=384,
+            patch_size=14,
+        ),
+        seed=seed,
+    )
 
 
 def _build_vae(seed: int) -> AutoencoderKLHunyuanVideo15:

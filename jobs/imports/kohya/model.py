@@ -78,8 +78,9 @@ def model_of(draft: Draft, script: str, family: str) -> tuple[str | None, str | 
         case "wan_train_network":
             return _wan(draft, task or "t2v-14b", place)
         case "hv_1_5_train_network":
-            what = "720p-t2v" if "720" in place else "480p-t2v"
-            return (family, what) if task in ("", "t2v") else (None, f"--task {task}")
+            size = "720p" if "720" in place else "480p"
+            here = task in ("", "t2v", "i2v")
+            return (family, f"{size}-{task or 't2v'}") if here else (None, f"--task {task}")
     if draft.number("dit_in_channels") not in (None, 16):
         return None, "--dit_in_channels other than 16"
     return family, None

@@ -34,6 +34,7 @@ __all__ = [
     "denoiser_config",
     "experts_of",
     "flavour_of",
+    "frames_beside",
     "get_family",
     "latent_step_of",
     "needs_first_frame",
@@ -191,6 +192,13 @@ def needs_first_frame(spec: JobKeys) -> bool:
     """Whether a job's model requires a first frame."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.needs_first_frame(spec.model_flavour)
+
+
+def frames_beside(spec: JobKeys, frames: int) -> int:
+    """Return the frames in the channels of a required first frame: with gray ones, or it alone."""
+    family = FAMILIES.get(spec.model_family)
+    flavour = family.flavours.get(spec.model_flavour or "") if family is not None else None
+    return frames if flavour is None or flavour.gray_frames else 1
 
 
 def sees_images(spec: JobKeys) -> bool:

@@ -73,6 +73,9 @@ class Flavour:
         needs_first_frame: Whether it makes no others. It has it in channels of its own then, for
             all frames, and not in the place of the first.
         sees_first_frame: Whether an image encoder reads it too.
+        gray_frames: Whether gray frames follow it in those channels. Without, the latents of all
+            other frames are 0, and the image encoder sees it as large as the video.
+        longest_text: The most tokens of a text; None for any number.
         widened: The layer that gets as many inputs more, for a conditioning image, as the published
             model has; empty where the model is trained as it is.
     """
@@ -89,6 +92,8 @@ class Flavour:
     first_frame: bool = False
     needs_first_frame: bool = False
     sees_first_frame: bool = False
+    gray_frames: bool = True
+    longest_text: int | None = None
     widened: str = ""
 
 

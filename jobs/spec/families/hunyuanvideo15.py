@@ -1,29 +1,49 @@
-"""HunyuanVideo 1.5 of Tencent, text to video."""
+"""HunyuanVideo 1.5 of Tencent, text or first frame to video."""
 
 from jobs.spec.families.base import Family, Flavour
+
+_T2V = {"_class_name": "HunyuanVideo15Pipeline"}
+_I2V = {"_class_name": "HunyuanVideo15ImageToVideoPipeline"}
+
+
+def _from_image(size: str, **defaults: int) -> Flavour:
+    return Flavour(
+        f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{size}_i2v",
+        defaults=defaults,
+        note=f"{size}, first frame to video",
+        marks=_I2V,
+        first_frame=True,
+        needs_first_frame=True,
+        sees_first_frame=True,
+        gray_frames=False,
+    )
+
 
 FAMILY = Family(
     name="hunyuanvideo15",
     title="HunyuanVideo 1.5",
-    pipelines=("HunyuanVideo15Pipeline",),
+    pipelines=("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
     transformer="HunyuanVideo15Transformer3DModel",
     blocks=("HunyuanVideo15TransformerBlock",),
     routed_blocks={"transformer_blocks": "num_layers"},
     flavours={
         "480p-t2v": Flavour(
-            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", note="480p"
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", note="480p", marks=_T2V
         ),
         "720p-t2v": Flavour(
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
             defaults={"resolution": 960},
             note="720p",
+            marks=_T2V,
         ),
+        "480p-i2v": _from_image("480p"),
+        "720p-i2v": _from_image("720p", resolution=960),
     },
     attention="masked_batches",
     latent_step=16,  # the VAE shrinks by 16, and each latent is a token
     frame_step=4,
     # The default of the authors' trainer (train_timestep_shift in its train.py). Its samplers have
-    # 5 and 9.
+    # 5, 7 and 9.
     trained_shift=3.0,
     defaults={
         "resolution": 640,

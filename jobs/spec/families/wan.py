@@ -7,6 +7,9 @@ from jobs.spec.families.base import Family, Flavour
 T2V_GUIDANCE: Final = (4.0, 3.0)
 """Of Wan 2.2's text-to-video experts for high and for low noise, as published."""
 
+WITH_FRAME: Final = 512
+"""Tokens: where 2.1's image-to-video looks for the end of the text, behind CLIP's."""
+
 _EXPERTS = {"validation_guidance": T2V_GUIDANCE[0], "validation_num_inference_steps": 40}
 _I2V_EXPERTS = {"validation_guidance": 3.5, "validation_num_inference_steps": 40}
 _T2V = {"_class_name": "WanPipeline"}
@@ -29,6 +32,7 @@ FAMILY = Family(
             first_frame=True,
             needs_first_frame=True,
             sees_first_frame=True,
+            longest_text=WITH_FRAME,
         ),
         "2.1-i2v-14b-720p": Flavour(
             "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
@@ -38,6 +42,7 @@ FAMILY = Family(
             first_frame=True,
             needs_first_frame=True,
             sees_first_frame=True,
+            longest_text=WITH_FRAME,
         ),
         "2.2-ti2v-5b": Flavour(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",

@@ -240,7 +240,6 @@ DATA_RULES = (
 
 
 _WITH_MASK = 2  # conditioning images of a prompt whose model fills in a part of the first
-_WITH_FRAME = 512  # tokens; Wan 2.1's image-to-video assumes that the text ends here
 
 
 def _not_taken(spec: DataPlanKeys) -> Conflict | None:
@@ -335,17 +334,13 @@ def _needs(spec: DataPlanKeys) -> Conflict | None:
 def _longest_text(spec: InputKeys) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     flavour = family.flavours.get(spec.model_flavour or "") if family is not None else None
-    if (
-        family is None
-        or flavour is None
-        or not flavour.sees_first_frame
-        or spec.max_sequence_length <= _WITH_FRAME
-    ):
+    longest = flavour.longest_text if flavour is not None else None
+    if family is None or longest is None or spec.max_sequence_length <= longest:
         return None
     return Conflict(
         "max_sequence_length",
-        f"{family.title} {spec.model_flavour} takes at most {_WITH_FRAME} "
-        f"text tokens; use {_WITH_FRAME} or fewer",
+        f"{family.title} {spec.model_flavour} takes at most {longest} "
+        f"text tokens; use {longest} or fewer",
         named=True,
     )
 

@@ -19,7 +19,7 @@ MUST = ("sai_model_spec", "architecture", "implementation", "title", "resolution
 # Finetunes and experts that are called as another model; all others have names of their own.
 SHARED = {
     *("krea", "control", "2.2-t2v-a14b-low", "2.2-i2v-a14b-low", "1.6b-bf16"),
-    *("v0.2", "base", "720p-t2v", "2512", "600m-512", "flash"),
+    *("v0.2", "base", "720p-t2v", "2512", "600m-512", "flash", "720p-i2v"),
 }
 
 

@@ -50,9 +50,10 @@ from engine.ranks.world import World
 from engine.toy.components.weights import one_thread
 from jobs.errors import NotFiniteError
 from jobs.run.rundir import RunDir, read_json
-from jobs.spec.families import FAMILIES, references
+from jobs.spec.families import FAMILIES, frames_beside, references
 from jobs.spec.families.references import _SEEN_SIDE, PREFERRED, to_area, to_small_area
 from jobs.spec.file.load import load_spec
+from jobs.spec.keys.prompts import ValidationPrompt, requests_of
 from tests.support.engine.families import (
     PROMPT,
     Case,
@@ -275,7 +276,9 @@ def test_a_first_frame_is_held_as_in_the_pipeline(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low"])
+@pytest.mark.parametrize(
+    "name", ["wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low", "hunyuanvideo15:480p-i2v"]
+)
 @torch.no_grad()
 def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
     name: str, tmp_path_factory: pytest.TempPathFactory
@@ -296,22 +299,26 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
     vae = case.family.load_vae(case.paths.model, torch.float32).eval()
     image = case.pictures(request)[0].resize((case.side, case.side), Image.Resampling.LANCZOS)
     pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
-    behind = (0, 0, 0, 0, 0, frames - 1)
+    after = frames_beside(case.spec(), frames) - 1
+    behind = (0, 0, 0, 0, 0, after)
     beginning = case.family.encode_pictures(
         vae, torch.nn.functional.pad(pixels[None, :, None] / 127.5 - 1, behind)
     )
     text = batch_of(case.encoded(PROMPT, request=request)) | {BEGINNING: beginning}
     counted = text_cache(case.spec(), case.paths.model, 1)
     image_encoder = getattr(case.text, "image_encoder", None)
-    held = [case.text.text_encoder, *([image_encoder] if image_encoder else [])]
+    encoders = [name for name in case.text.components if name.startswith("text_encoder")]
+    held = [getattr(case.text, name) for name in encoders] + [image_encoder] * bool(image_encoder)
     assert counted is not None
     assert counted.peak == pytest.approx(
         sum(4 * parameter.numel() for part in held for parameter in part.parameters()), rel=0.01
     )
     assert calls
     for told, expected in list(calls):
-        noisy, given = told["hidden_states"].split([16, 20], dim=1)
-        assert torch.allclose(given[:, 4:], beginning, rtol=1e-3, atol=1e-3)
+        inputs = told["hidden_states"]
+        noisy, given = inputs.split([16, inputs.shape[1] - 16], dim=1)
+        there = given[:, 4:] if after else given[:, :-1, :1]
+        assert torch.allclose(there, beginning, rtol=1e-3, atol=1e-3)
         found = case.family.predict(denoiser, noisy, told["timestep"] / 1000, text, 1.0)
         limit = 1e-3 * float(expected.abs().max())
         assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
@@ -486,9 +493,11 @@ def test_texts_are_encoded_for_each_image(tmp_path: Path) -> None:
     edit = load_spec(None, {"model_family": "qwen_image", "model_flavour": "edit", **_JOB})
     plain = load_spec(None, {"model_family": "flux", "model_flavour": "kontext", **_JOB})
     pictures = {name: Image.new("RGB", (64, 96), name) for name in ("red", "blue")}
-    red, blue = (prompt_images([name], pictures, edit) for name in pictures)
-    assert red == prompt_images(["red"], pictures, edit) != blue
-    assert prompt_images(["red"], pictures, plain) == ()
+    prompts = [ValidationPrompt(prompt="a", conditioning_image=[name]) for name in pictures]
+    asked = requests_of(edit.model_copy(update={"validation_prompts": prompts}))
+    red, blue = (prompt_images(request, pictures, edit) for request in asked)
+    assert red == prompt_images(asked[0], pictures, edit) != blue
+    assert prompt_images(asked[0], pictures, plain) == ()
     assert [look.read().size for look in red] == [to_area(64, 96, None).size]
     (tmp_path / "text_encoder").mkdir()
     family = families.load("qwen_image", "edit")

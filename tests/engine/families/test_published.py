@@ -117,7 +117,9 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "hunyuanvideo-community/HunyuanVideo": ("HunyuanVideoTransformer3DModel", 12_821_012_544),
     **dict.fromkeys(
         (
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
             "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
         ),
         ("HunyuanVideo15Transformer3DModel", 8.33e9),

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from jobs.spec.keys.prompts import SampleRequest
+
 ALONE = World(0, 1, torch.device("cpu"), "single", "t")
 GUIDED: dict[str, Any] = {
     "prompt": "a photo of [trigger]",
@@ -52,7 +54,7 @@ class Texts:
         self.asked: list[str] = []
 
     def prompt(
-        self, text: str, *, negative: bool = False, images: Any = ()
+        self, text: str, request: SampleRequest, *, negative: bool = False
     ) -> dict[str, torch.Tensor]:
         self.asked.append(text)
         text = text.replace("[trigger]", "sks")

@@ -63,6 +63,7 @@ CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509"),
     *("wan:2.2-i2v-a14b-low", "wan:2.1-i2v-14b-480p"),
     *("flux:control", "flux:canny", "flux:fill"),
+    "hunyuanvideo15:480p-i2v",
 )
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.
@@ -245,9 +246,10 @@ class Case:
         self, prompt: str, *, negative: bool = False, request: SampleRequest | None = None
     ) -> dict[str, torch.Tensor]:
         """An encoded prompt, without a batch dimension; with a request's images, if models do."""
-        spec, paths = self.spec(), request.conditioning if request else ()
-        pictures = dict(zip(paths, self.pictures(request), strict=True)) if request else {}
-        images = [look.read() for look in prompt_images(paths, pictures, spec)]
+        spec, images = self.spec(), []
+        if request is not None:
+            pictures = dict(zip(request.conditioning, self.pictures(request), strict=True))
+            images = [look.read() for look in prompt_images(request, pictures, spec)]
         length = spec.max_sequence_length
         with torch.no_grad():
             if images:

@@ -188,8 +188,8 @@ def test_a_black_sample_is_warned_of_and_a_black_class_image_is_refused(
     """Others would train on that one."""
     prompt = Texts.prompt
 
-    def spoilt(self: Texts, text: str, **names: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor * torch.nan for name, tensor in prompt(self, text, **names).items()}
+    def spoilt(self: Texts, *words: Any, **names: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor * torch.nan for name, tensor in prompt(self, *words, **names).items()}
 
     monkeypatch.setattr(Texts, "prompt", spoilt)
     target = bench.sample(["a red circle"])

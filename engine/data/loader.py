@@ -13,7 +13,13 @@ from engine.data.encode.tensor_cache import nonfinite
 from engine.data.encode.texts import TrainedTexts
 from engine.data.index.batch_plan import Draw, positions_of
 from engine.diffusion.objective import NoiseDraw
-from engine.diffusion.random_numbers import drops_caption, gives_first_frame, sample_generators
+from engine.diffusion.random_numbers import (
+    SOUND,
+    drops_caption,
+    gives_first_frame,
+    keyed_generator,
+    sample_generators,
+)
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of
 from jobs.spec.rules.steps import (
@@ -215,6 +221,14 @@ class Loader:
         texts = [self._text(step, position, draws[position]) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
         references = collate([self._data.references_of(draws[place]) for place in positions])
+        references |= collate(
+            [
+                self._data.sound_of(
+                    draws[place].sample, keyed_generator(self._spec.seed, step, place, SOUND)
+                )
+                for place in positions
+            ]
+        )
         probability = self._data.first_frame_probability(draws[positions[0]])
         # The entire micro-batch is of this probability, and the first sample decides for it.
         if gives_first_frame(self._spec.seed, step, positions[0], probability):

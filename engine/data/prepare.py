@@ -14,6 +14,7 @@ from engine.data.encode.latents import (
     LossWeights,
     prepare_latents,
     prepare_masks,
+    prepare_sounds,
 )
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import NO_TEXT, Text, Texts, images_of, prepare_texts, prompt_images
@@ -33,7 +34,13 @@ from engine.data.report import (
     summary,
 )
 from engine.diffusion.random_numbers import gives_first_frame
-from engine.families.shared.references import BEGINNING, REFERENCE
+from engine.families.shared.references import (
+    BEGINNING,
+    REFERENCE,
+    SOUND,
+    SOUND_NOISE,
+    SOUND_WEIGHT,
+)
 from engine.ranks.team import StoppedError
 from jobs.errors import UserError
 from jobs.paths import expand
@@ -80,6 +87,7 @@ class Prepared:
         held_weights: Those of the held-out samples, of which only the masks count; None if no
             sample has one.
         pictures: Conditioning images of prompts by path, as pipelines take them.
+        sounds: The cache of the latents of sound; None if none is trained.
     """
 
     spec: JobSpec
@@ -94,11 +102,29 @@ class Prepared:
     weights: LossWeights | None = None
     held_weights: LossWeights | None = None
     pictures: Mapping[str, Image] = field(default_factory=dict)
+    sounds: TensorCache | None = None
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
         """Return a draw's latents: `(C, h, w)`, for videos `(C, f, h, w)`; normalized, fp32."""
         view = view_number(draw, self.spec)
         return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
+
+    def sound_of(self, sample: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """Return a sample's sound by the names in `references`, with noise; {} without sound.
+
+        Args:
+            sample: Its number; held-out samples are numbered after the others.
+            generator: Draws the noise.
+        """
+        if self.sounds is None:
+            return {}
+        cached = self.sounds.read(self.latent_keys.sound(sample))
+        noise = torch.randn(cached["latents"].shape, generator=generator)
+        return {
+            SOUND: cached["latents"],
+            SOUND_NOISE: noise,
+            SOUND_WEIGHT: cached["heard"],
+        }
 
     def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
         """Return the conditioning images of a draw, by the names that `Family.predict` takes."""
@@ -234,6 +260,9 @@ def prepare(run: RunContext) -> Prepared:
     cache = TensorCache(directory, "latents")
     everything = replace(index, samples=[*index.samples, *held])
     keys = prepare_latents(run, cache, everything, views)
+    sounds = TensorCache(directory, "sounds")
+    if spec.train_audio:
+        prepare_sounds(run, sounds, everything, keys, {number for number, _ in views})
     masks = TensorCache(directory, "masks")
     prepare_masks(run, masks, cache, keys, everything.samples, views)
     weights, held_weights = (LossWeights(spec, some, masks) for some in (index.samples, held))
@@ -251,6 +280,7 @@ def prepare(run: RunContext) -> Prepared:
         loss_weights,
         held_weights if held_weights.masked else None,
         pictures,
+        sounds if spec.train_audio else None,
     )
 
 

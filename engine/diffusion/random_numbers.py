@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 CAPTION: Final = 1
 TOKENS: Final = 2
 FIRST_FRAME: Final = 3
+SOUND: Final = 4
 
 
 def keyed_generator(*key: int) -> torch.Generator:

@@ -1,10 +1,11 @@
-"""LTX-2: one transformer for videos and their sound, trained on videos without sound.
+"""LTX-2: one transformer for videos and their sound, trained with both, or on the video alone.
 
 Lightricks' trainer passes no tokens of sound where a job has none (`audio: null` of its `flexible`
 strategy, `with_audio: false` of `text_to_video`): the video's tokens attend to none, and no weight
-of the sound's half is trained. diffusion-pipe does the same. Here the sound is one token that the
-video's do not attend to (`isolate_modalities`), which is equal for them. Samples are made together
-with their sound, as by the stock pipeline, and a vocoder makes it heard.
+of the sound's half is trained. diffusion-pipe does the same. Here the sound is one token then that
+the video's do not attend to (`isolate_modalities`), which is equal for them. With sound, both have
+the same noise level and losses of equal weight, as there. Samples are made together with their
+sound, as by the stock pipeline, and a vocoder makes it heard.
 
 Between the text encoder and the transformer are two connectors, one for each half. They replace
 padding by learned registers, so texts have no masks; they stay as published, as in Lightricks'
@@ -13,7 +14,7 @@ trainer, and their output is what the cache keeps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from diffusers import AutoencoderKLLTX2Audio, LTX2ImageToVideoPipeline, LTX2Pipeline
@@ -26,9 +27,10 @@ from engine.families.shared.ltx2_pipeline import (
     ConnectedImagePipeline,
     ConnectedPipeline,
     SoundScale,
+    log_spectrum,
     text_widths,
 )
-from engine.families.shared.references import insert_first_frame
+from engine.families.shared.references import SOUND, SOUND_NOISE, insert_first_frame, joint
 from jobs.errors import UserError
 from jobs.run.rundir import read_json
 
@@ -38,7 +40,10 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
+
+_SOUND_RATE: Final = 16_000
 
 # What the pipeline does besides guidance by the negative prompt, turned off.
 _UNGUIDED = {
@@ -55,6 +60,12 @@ class LTX2(Family):
     # Those of Lightricks' configs for videos without sound (`v2v_ic_lora.yaml`).
     LORA_TARGETS = (
         r"transformer_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2))"
+    )
+    # Of his configs with sound, whose names are those of both halves and of what joins them.
+    SOUND_TARGETS = (
+        r"transformer_blocks\.\d+\.((audio_)?attn[12]\.(to_q|to_k|to_v|to_out\.0)"
+        r"|(audio_to_video|video_to_audio)_attn\.(to_q|to_k|to_v|to_out\.0)"
+        r"|(audio_)?ff\.net\.(0\.proj|2))"
     )
     COMFYUI = ComfyUI(as_in_diffusers)
     MAKES_SOUND = True
@@ -114,7 +125,23 @@ class LTX2(Family):
             latents, vae.latents_mean, vae.latents_std, vae.config.scaling_factor
         )
 
+    def load_sound_vae(self, root: Path) -> Any:
+        vae = AutoencoderKLLTX2Audio.from_pretrained(root, subfolder="audio_vae")
+        return vae.to(torch.float32)
+
+    def sound_rate(self) -> int:
+        return int(self._sound.get("sample_rate", _SOUND_RATE))
+
+    def encode_sound(self, vae: Any, samples: torch.Tensor) -> torch.Tensor:
+        """By way of the spectrogram that Lightricks' trainer computes with torchaudio."""
+        spectrum = log_spectrum(samples.cpu(), vae.config)[None].to(samples.device)
+        latents = vae.encode(spectrum).latent_dist.mode()[0]  # (channels, length, mel bins)
+        return (latents.transpose(0, 1).flatten(1) - vae.latents_mean) / vae.latents_std
+
     # -- training --------------------------------------------------------------------------
+
+    def lora_targets(self, spec: JobSpec) -> str:
+        return self.SOUND_TARGETS if spec.train_audio else self.LORA_TARGETS
 
     def predict(
         self,
@@ -129,20 +156,30 @@ class LTX2(Family):
         timestep = level * 1000
         patches = config.patch_size, config.patch_size_t
         text, of_sound = condition["prompt_embeds"].split(text_widths(config), dim=-1)
-        velocity = transformer(
+        sound = condition.get(SOUND)
+        if sound is None:
+            rows, of_sound = (
+                noisy.new_zeros(len(noisy), 1, config.audio_in_channels),
+                of_sound[:, :1],
+            )
+        else:
+            rows = torch.lerp(sound, condition[SOUND_NOISE], level.view(-1, 1, 1)).to(noisy.dtype)
+        velocity, heard = transformer(
             hidden_states=LTX2Pipeline._pack_latents(noisy, *patches),
-            audio_hidden_states=noisy.new_zeros(len(noisy), 1, config.audio_in_channels),
+            audio_hidden_states=rows,
             encoder_hidden_states=text,
-            audio_encoder_hidden_states=of_sound[:, :1],
+            audio_encoder_hidden_states=of_sound,
             timestep=timestep if mask is None else timestep.unsqueeze(-1) * mask.flatten(),
             audio_timestep=timestep,
             sigma=timestep,
             video_coords=self._places(config, size, noisy.device).expand(len(noisy), -1, -1, -1),
-            audio_num_frames=1,
-            isolate_modalities=True,
+            audio_num_frames=rows.shape[1],
+            isolate_modalities=sound is None,
+            use_cross_timestep=sound is not None,
             return_dict=False,
-        )[0]
-        return LTX2Pipeline._unpack_latents(velocity, *size, *patches)
+        )
+        video = LTX2Pipeline._unpack_latents(velocity, *size, *patches)
+        return video if sound is None else joint(video, heard)
 
     def _places(self, config: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
         """Return where each token begins and ends, in seconds and pixels, `(1, 3, N, 2)`.
@@ -223,7 +260,7 @@ class LTX2(Family):
 
     def decode_sound(self, root: Path, latents: torch.Tensor, device: torch.device) -> Sound:
         """By the sound's autoencoder and the vocoder, which no other phase needs."""
-        vae = AutoencoderKLLTX2Audio.from_pretrained(root, subfolder="audio_vae").to(device).float()
+        vae = self.load_sound_vae(root).to(device)
         later = self._index["vocoder"][1] == LTX2VocoderWithBWE.__name__
         kind: Any = LTX2VocoderWithBWE if later else LTX2Vocoder
         vocoder = kind.from_pretrained(root, subfolder="vocoder").to(device).float()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from engine.diffusion.objective import NoiseDraw, NoisySample, Objective
-from engine.diffusion.random_numbers import keyed_generator
+from engine.diffusion.random_numbers import SOUND, keyed_generator
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of, loss_inputs
 from engine.model.compiled import uncompiled
@@ -132,6 +132,7 @@ class ValidationLoss:
         batch = self.run.family.arrange(collate(texts, multiple=self.run.world.context_size))
         batch |= self.run.family.sizes(self.run.spec, [self.data.held_shown(n) for n in samples])
         batch |= collate([self.data.held_references(number) for number in samples])
+        batch |= collate([self._sound(number) for number in samples])
         if self.data.held_gives_first_frame(samples[0]):
             batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
@@ -171,9 +172,14 @@ class ValidationLoss:
             squares = squares * mask
         return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
 
-    def _generator(self, number: int, level: int) -> torch.Generator:
+    def _generator(self, number: int, *level: int) -> torch.Generator:
         content = int(self.data.held[number].digest[:_DIGITS], 16)
-        return keyed_generator(validation_seed_of(self.run.spec), content, level)
+        return keyed_generator(validation_seed_of(self.run.spec), content, *level)
+
+    def _sound(self, number: int) -> dict[str, torch.Tensor]:
+        """Return a held-out sample's sound, with one noise at all levels."""
+        generator = self._generator(number, 0, SOUND)
+        return self.data.sound_of(len(self.data.index.samples) + number, generator)
 
 
 def batches_of(held: Sequence[Sample], spec: DataPlanKeys) -> list[Batch]:

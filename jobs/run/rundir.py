@@ -37,6 +37,7 @@ PHASES: Final = {
     "check": "checking the caches",
     "encode": "encoding captions",
     "latents": "caching latents",
+    "sounds": "caching sounds",
     "masks": "caching masks",
     "load": "loading weights",
     "resume": "reading the checkpoint",

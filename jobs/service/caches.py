@@ -26,6 +26,7 @@ _TITLES: Final = {
     "detection": "blocks detected in models",
     "latents": "latents of images and videos",
     "masks": "masks of images",
+    "sounds": "latents of the sound of videos",
     "class_images": "class images made by base models",
     "text": "embeddings of captions",
     "index": "sizes and checks of dataset files",

@@ -42,10 +42,9 @@ from jobs.spec.families import frames_beside, needs_first_frame, references_of
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engine.data.index.data_index import DataIndex, Sample
-    from engine.families import Family
     from engine.run_context import RunContext
     from jobs.spec.job_spec import InputKeys, JobSpec
     from jobs.spec.keys.data import DataKeys
@@ -71,6 +70,7 @@ class LatentKeys:
         self._cache = cache
         self._index = index
         self._masks = fills(spec)
+        self._sound_vae = fingerprint(root / "audio_vae") if spec.train_audio else ""
         self._facts: dict[str, Any] = {
             "family": spec.model_family,
             "vae": fingerprint(root / "vae"),
@@ -86,6 +86,14 @@ class LatentKeys:
         if item.is_video:
             facts |= {"frames": item.bucket[2], "fps": self._spec.fps}
         return self._cache.key(content=item.digest, **facts, **self._facts)
+
+    def sound(self, sample: int) -> str:
+        """Return the cache key of a video's sound, the same in all views."""
+        item = self._index.samples[sample]
+        facts = {name: self._facts[name] for name in ("family", "dtype", "tf32")}
+        digest = item.digest if item.is_video else ""  # images are silent
+        seconds = item.bucket[2] / self._spec.fps
+        return self._cache.key(content=digest, seconds=seconds, vae=self._sound_vae, **facts)
 
     def beginning(self, sample: int, view: int) -> str:
         """Return the cache key of a view of a video's first frame, and of gray frames after it."""
@@ -131,6 +139,62 @@ def prepare_latents(
         if item.from_first and needs_first_frame(spec):
             read = partial(beginning_pixels, item, seen, spec)
             drawn[keys.beginning(sample, view)] = f"the first frame of {item.name}", read
+
+    def encode(vae: Any, pixels: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        colours, mask = pixels[:, :_COLOURS], pixels[:, _COLOURS:]
+        latents = _checked(family.encode_pictures(vae, colours)[0], vae, name)
+        masks = {MASK: mask_channels(mask.cpu(), latents)} if mask.shape[1] else {}
+        return {"latents": latents} | masks
+
+    _fill(
+        "latents", run, cache, drawn, lambda: family.load_vae(run.model_root, torch.float32), encode
+    )
+    return keys
+
+
+def prepare_sounds(
+    run: RunContext, cache: TensorCache, index: DataIndex, keys: LatentKeys, samples: Iterable[int]
+) -> None:
+    """Fill the cache with the latents of these samples' sound, and whether there is some.
+
+    Raises:
+        UserError: A video changed after it was indexed.
+        NotFiniteError: The autoencoder returned non-finite values.
+    """
+    spec, family = run.spec, run.family
+    drawn = {
+        keys.sound(number): (
+            f"the sound of {index.samples[number].name}",
+            partial(to_sound, index.samples[number], family.sound_rate(), spec),
+        )
+        for number in samples
+    }
+
+    def encode(vae: Any, sound: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+        latents = _checked(family.encode_sound(vae, sound[:2]), vae, name)
+        return {"latents": latents, "heard": sound[2, 0].cpu()}
+
+    _fill("sounds", run, cache, drawn, lambda: family.load_sound_vae(run.model_root), encode)
+
+
+def _fill(
+    work: str,
+    run: RunContext,
+    cache: TensorCache,
+    drawn: Mapping[str, tuple[str, Callable[[], torch.Tensor]]],
+    load_vae: Callable[[], Any],
+    encode: Callable[[Any, torch.Tensor, str], dict[str, torch.Tensor]],
+) -> None:
+    """Encode what the cache lacks, the work split over ranks.
+
+    Args:
+        work: What it is called in messages between ranks.
+        run: The job and its ranks.
+        cache: The cache.
+        drawn: Key → the name in messages, and what reads it.
+        load_vae: Loads the autoencoder.
+        encode: Encodes what was read, on the device; returns what is cached.
+    """
     missing = find_missing(cache, list(drawn), run)
 
     def load(key: str) -> torch.Tensor | None:
@@ -139,23 +203,20 @@ def prepare_latents(
         return drawn[key][1]()
 
     # An image is written while the next one is encoded: the cache may be on another machine's disk.
-    with together("latents", len(missing), run) as shared, ThreadPoolExecutor(1) as writer:
+    with together(work, len(missing), run) as shared, ThreadPoolExecutor(1) as writer:
         vae: Any = None
         written: Future[None] | None = None
         size = piece_size(len(missing), run.world.size)
-        mine = (key for piece in pieces(missing, size, "latents", run) for key in piece)
+        mine = (key for piece in pieces(missing, size, work, run) for key in piece)
         for key, pixels in _read_ahead(mine, load):
             if pixels is not None:
                 if vae is None:
-                    vae = family.load_vae(run.model_root, torch.float32).to(run.world.device).eval()
-                colours, mask = pixels[:, :_COLOURS], pixels[:, _COLOURS:]
-                latents = _encode(family, vae, colours.to(run.world.device), drawn[key][0])
-                tensors = {"latents": latents}
-                if mask.shape[1]:
-                    tensors[MASK] = mask_channels(mask, latents)
+                    vae = load_vae().to(run.world.device).eval()
+                with torch.no_grad():
+                    encoded = encode(vae, pixels.to(run.world.device), drawn[key][0])
                 if written is not None:
                     written.result()
-                written = writer.submit(cache.write, key, tensors)
+                written = writer.submit(cache.write, key, encoded)
             shared.add()
         if written is not None:
             written.result()
@@ -165,7 +226,25 @@ def prepare_latents(
             if left := watch.still_held():
                 run.telemetry.warn(left)
             give_back(run.world.device)
-    return keys
+
+
+def to_sound(sample: Sample, rate: int, spec: DataKeys) -> torch.Tensor:
+    """Return a sample's sound, `(3, n)`: left, right, and ones if there is some.
+
+    Raises:
+        UserError: The file changed after it was indexed.
+    """
+    seconds = sample.bucket[2] / spec.fps
+    heard = None
+    if sample.is_video:
+        from engine.data.read.videos import read_sound
+
+        with _report_unreadable(sample.name):
+            _check_video(sample)
+            heard = read_sound(Path(sample.path), seconds=seconds, rate=rate)
+    if heard is None:
+        return torch.zeros(3, round(seconds * rate))
+    return torch.cat([torch.from_numpy(heard), torch.ones(1, heard.shape[1])])
 
 
 def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
@@ -278,9 +357,13 @@ def _content(sample: Sample, spec: InputKeys) -> bytes:
 def _frames(sample: Sample, spec: DataKeys, count: int) -> Any:
     from engine.data.read.videos import read_frames
 
+    _check_video(sample)
+    return read_frames(Path(sample.path), fps=spec.fps, frames=count)
+
+
+def _check_video(sample: Sample) -> None:
     with open(sample.path, "rb") as file:
         _check(sample.name, hashlib.file_digest(file, "sha256").hexdigest(), sample.digest)
-    return read_frames(Path(sample.path), fps=spec.fps, frames=count)
 
 
 @contextmanager
@@ -305,9 +388,8 @@ def _reference_name(sample: Sample) -> str:
     return f"the conditioning image of {sample.name}"
 
 
-@torch.no_grad()
-def _encode(family: Family, vae: Any, pixels: torch.Tensor, name: str) -> torch.Tensor:
-    latents = family.encode_pictures(vae, pixels)[0].float().cpu().contiguous()
+def _checked(latents: torch.Tensor, vae: Any, name: str) -> torch.Tensor:
+    latents = latents.float().cpu().contiguous()
     if nonfinite({"latents": latents}):
         raise NotFiniteError(
             f"the VAE ({type(vae).__name__}) returned values that are not finite for {name}",

@@ -124,6 +124,52 @@ def read_frames(path: Path, *, fps: float, frames: int, start: float = 0.0) -> n
     raise VideoError(f"too short ({float(shown.end):.2f} s)")
 
 
+def read_sound(path: Path, *, seconds: float, rate: int) -> np.ndarray | None:
+    """Return the sound of a video's beginning; silence before it starts and after it ends.
+
+    Args:
+        path: The video.
+        seconds: From the first frame of the video on.
+        rate: Samples per second of the result.
+
+    Returns:
+        (2, n) float32, left and right, in [-1, 1]; None if the video has no sound.
+
+    Raises:
+        VideoError: The video cannot be used.
+        UserError: PyAV is not installed.
+    """
+    import numpy as np
+
+    samples = np.zeros((2, round(seconds * rate)), np.float32)
+    place: int | None = None
+    with _opened(path) as (container, video):
+        if not container.streams.audio:
+            return None
+        stream = container.streams.audio[0]
+        begin = (video.start_time or 0) * (video.time_base or Fraction(0))
+        resampler = _av().AudioResampler(format="fltp", layout="stereo", rate=rate)
+        decoded = (frame for packet in container.demux(stream) for frame in stream.decode(packet))
+        for frame in chain(decoded, [None]):
+            if place is None and frame is not None:
+                time = (frame.pts or 0) * (frame.time_base or Fraction(0))
+                place = round((time - begin) * rate)
+            for part in resampler.resample(frame):
+                place = _put(part.to_ndarray(), samples, place or 0)
+            if (place or 0) >= samples.shape[1]:
+                break
+    return samples
+
+
+def _put(part: np.ndarray, samples: np.ndarray, place: int) -> int:
+    """Copy what lies inside `samples`; return where the next part begins."""
+    end = place + part.shape[1]
+    first, last = max(place, 0), min(end, samples.shape[1])
+    if first < last:
+        samples[:, first:last] = part[:, first - place : last - place]
+    return end
+
+
 @dataclass(frozen=True)
 class _DisplayedFrame:
     """A frame with its display interval, in seconds since the first frame."""

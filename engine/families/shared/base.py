@@ -405,6 +405,18 @@ class Family(ABC):
         """
         return {"image": pictures[0] if len(pictures) == 1 else list(pictures)}
 
+    def load_sound_vae(self, root: Path) -> Any:
+        """Return the sound's autoencoder, in fp32, of a family that is trained with sound."""
+        raise NotImplementedError
+
+    def encode_sound(self, vae: Any, samples: torch.Tensor) -> torch.Tensor:
+        """Encode a waveform `(2, n)` to normalized latents, `(L, C)`."""
+        raise NotImplementedError
+
+    def sound_rate(self) -> int:
+        """Return the samples per second that `encode_sound` takes."""
+        raise NotImplementedError
+
     def decode_sound(self, root: Path, latents: torch.Tensor, device: torch.device) -> Sound:
         """Decode the latents of a video's sound, of a family that makes some."""
         raise NotImplementedError

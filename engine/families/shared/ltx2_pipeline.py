@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from diffusers import DiffusionPipeline, LTX2ImageToVideoPipeline, LTX2Pipeline
+from transformers.audio_utils import mel_filter_bank
 
 from engine.families.shared.text_masks import fill_masks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_WINDOW: Final = 1024  # samples
+_QUIET: Final = 1e-5
 _TEXTS: Final = {"prompt_attention_mask": "prompt_embeds"}
 _MASKS: Final = ("encoder_attention_mask", "audio_encoder_attention_mask")
 
@@ -26,6 +29,25 @@ def text_widths(config: Any) -> list[int]:
     if config.use_prompt_embeddings:
         return [config.caption_channels] * 2
     return [config.cross_attention_dim, config.audio_cross_attention_dim]
+
+
+def log_spectrum(samples: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return the logarithm of a waveform's mel spectrogram, `(2, length, mel bins)`.
+
+    Args:
+        samples: `(2, n)`.
+        config: Of the sound's autoencoder.
+    """
+    rate, bins = config.sample_rate, config.mel_bins
+    if missing := _WINDOW - samples.shape[1]:
+        samples = torch.nn.functional.pad(samples, (0, max(missing, 0)))
+    window = torch.hann_window(_WINDOW, device=samples.device)
+    parts = torch.stft(samples, _WINDOW, config.mel_hop_length, window=window, return_complex=True)
+    bank = mel_filter_bank(
+        _WINDOW // 2 + 1, bins, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney"
+    )
+    scale = torch.from_numpy(bank).to(samples)
+    return (parts.abs().transpose(1, 2) @ scale).clamp(min=_QUIET).log()
 
 
 class SoundScale:

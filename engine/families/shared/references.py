@@ -26,6 +26,16 @@ BEGINNING: Final = "beginning"
 """
 
 
+SOUND: Final = "sound"
+"""Name of the latents of a video's sound, `(B, L, C)`, in a condition."""
+
+SOUND_NOISE: Final = "sound_noise"
+"""Name of their noise."""
+
+SOUND_WEIGHT: Final = "sound_weight"
+"""Name of the weight of their loss, `(B,)`: 0 for a video without sound."""
+
+
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the latents of conditioning images, each `(B, C, h, w)`, in their order."""
     references: list[torch.Tensor] = []
@@ -66,7 +76,32 @@ def insert_first_frame(
 def loss_inputs(
     prediction: torch.Tensor, problem: NoisySample, condition: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, NoisySample]:
-    """Exclude a given first frame from the loss: return prediction and target without it."""
-    if FIRST_FRAME not in condition:
-        return prediction, problem
-    return prediction[:, :, 1:], replace(problem, target=problem.target[:, :, 1:])
+    """Exclude a given first frame from the loss: return prediction and target without it.
+
+    With sound, the prediction is `joint`. It is scaled so that its mean squared error is the sum
+    of those of the video and of the sound.
+    """
+    target = problem.target
+    if SOUND in condition:
+        prediction, heard = split_joint(prediction, target.shape)
+    if FIRST_FRAME in condition:
+        prediction, target = prediction[:, :, 1:], target[:, :, 1:]
+    if SOUND in condition:
+        sound = (condition[SOUND_NOISE] - condition[SOUND]).flatten(1)
+        cells = target[0].numel(), sound[0].numel()
+        video_scale, sound_scale = ((sum(cells) / own) ** 0.5 for own in cells)
+        weight = condition[SOUND_WEIGHT].view(-1, 1).sqrt() * sound_scale
+        prediction = joint(prediction.float() * video_scale, heard.float() * weight)
+        target = joint(target * video_scale, sound * weight)
+    return prediction, replace(problem, target=target)
+
+
+def joint(video: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+    """Return what is predicted of a video and of its sound as one tensor, `(B, n)`."""
+    return torch.cat([video.flatten(1), sound.flatten(1)], dim=1)
+
+
+def split_joint(both: torch.Tensor, size: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the video, of a size, and the sound, `(B, n)`, of `joint`."""
+    cells = size[1:].numel()
+    return both[:, :cells].view(size), both[:, cells:]

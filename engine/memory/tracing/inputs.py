@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine.families.shared.references import BEGINNING, FIRST_FRAME, REFERENCE
+from engine.families.shared.references import (
+    BEGINNING,
+    FIRST_FRAME,
+    REFERENCE,
+    SOUND,
+    SOUND_NOISE,
+    SOUND_WEIGHT,
+)
 from jobs.errors import UserError
 from jobs.spec.families import frames_beside, get_family, needs_first_frame, references_of
 from jobs.spec.keys.prompts import requests_of
@@ -130,6 +137,22 @@ def reference_shapes(
     if takes.masks:  # each pixel of a latent's cell
         shape = (shape[0] + CELLS.get(spec.model_family, Cells()).side ** 2, *shape[1:])
     return {f"{REFERENCE}{number}": (shape, torch.float32) for number in range(count)}
+
+
+def sound_shapes(
+    spec: InputKeys, config: Mapping[str, Any], frames: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype, by name, of what training is given of a video's sound."""
+    if not spec.train_audio:
+        return {}
+    hop, step = config["audio_hop_length"], config["audio_scale_factor"]
+    spectrum = round(frames / spec.fps * config["audio_sampling_rate"]) // hop + 1
+    rows = ((spectrum - 1) // step + 1, config["audio_in_channels"])
+    return {
+        SOUND: (rows, torch.float32),
+        SOUND_NOISE: (rows, torch.float32),
+        SOUND_WEIGHT: ((), torch.float32),
+    }
 
 
 def references(spec: DataPlanKeys, *, training: bool) -> int:

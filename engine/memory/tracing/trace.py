@@ -19,6 +19,7 @@ from engine.memory.tracing.inputs import (
     latents_shape,
     reference_shapes,
     references,
+    sound_shapes,
 )
 from engine.memory.tracing.live import Live
 from engine.memory.tracing.model import Built, Unit, build, on_fake
@@ -276,6 +277,7 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
         for name, (size, dtype) in (
             caption_shapes(spec, config, shape.size, beside, **place)
             | reference_shapes(spec, config, shape.size, beside, shape.frames, **place)
+            | (sound_shapes(spec, config, shape.frames) if shape.training else {})
         ).items()
     }
     of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64

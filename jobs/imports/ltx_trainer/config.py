@@ -58,6 +58,9 @@ def model(draft: Draft, key: str, value: Any) -> None:
 def targets(draft: Draft, key: str, value: Any) -> None:
     """Take the modules that get an adapter, of those that see the video."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    if draft.values.get("train_audio"):
+        draft.take(key, "lora_target_modules", names)
+        return
     video = [name for name in names if not re.search(r"audio|a2v|v2a|video_to", name)]
     ours = [
         f"{attention}{name}"

@@ -137,6 +137,7 @@ class Family:
         longest_side: Of images, in pixels, by the denoiser's config; None for any, or where a
             config does not say.
         frame_step: Videos have a multiple of this many frames, plus `frame_rest`; 0 for images.
+        sound: Whether its models can be trained with the sound of videos.
         frame_rest: See `frame_step`. An image is a video of one frame with any.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
         overflows_fp16: Parts of it that are known to exceed what fp16 can hold, in words; empty if
@@ -178,6 +179,7 @@ class Family:
     longest_side: Callable[[Mapping[str, Any]], int | None] | None = None
     frame_step: int = 0
     frame_rest: int = 1
+    sound: bool = False
     tokenizer: str = "tokenizer"
     overflows_fp16: str = ""
     unused: tuple[str, ...] = ()

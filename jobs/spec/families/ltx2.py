@@ -2,7 +2,7 @@
 
 from jobs.spec.families.base import Family, Flavour, ShiftLine
 
-_NOTE = "text or first frame to video, trained without sound"
+_NOTE = "text or first frame to video, with or without sound"
 
 FAMILY = Family(
     name="ltx2",
@@ -17,6 +17,7 @@ FAMILY = Family(
     },
     latent_step=32,
     frame_step=8,
+    sound=True,
     # `ShiftedLogitNormalTimestepSampler` of Lightricks' trainer.
     trained_shift=ShiftLine(few=1024, low=0.95, many=4096, high=2.05, endless=True),
     uniform_draws=0.1,

@@ -17,6 +17,7 @@ from jobs.spec.rules.no_effect import (
     no_preservation,
     no_references,
     no_regularization,
+    no_sound,
     not_lora,
     one_rank,
     one_resolution,
@@ -158,6 +159,14 @@ class DataKeys(Keys):
         no_effect=images_only,
         gt=0,
         le=240,
+    )
+
+    train_audio: Bool = field(
+        False,
+        DATA,
+        "Train the sound of videos with them; videos without sound train the video alone.",
+        resume="changes",
+        no_effect=no_sound,
     )
 
     # -- regularization and masks ----------------------------------------------------------

@@ -214,6 +214,21 @@ def text_encoders(spec: JobSpec) -> Conflict | None:
     return None
 
 
+def sound(spec: JobSpec) -> Conflict | None:
+    """Check what decides on the loss of a video alone."""
+    family = FAMILIES.get(spec.model_family)
+    if not spec.train_audio or family is None or not family.sound:
+        return None
+    for key, usual in (("loss_type", "mse"), ("masked_loss", "none"), ("preservation", "none")):
+        if getattr(spec, key) != usual:
+            text = f"{key}: {getattr(spec, key)} is not supported with train_audio; use {usual}"
+            return Conflict(key, text, named=True)
+    if spec.regularization_target == "base" and regularizes(spec):
+        text = "regularization_target: base is not supported with train_audio; use images"
+        return Conflict("regularization_target", text, named=True)
+    return None
+
+
 DATA_RULES = (
     no_dataset,
     stores,
@@ -231,6 +246,7 @@ DATA_RULES = (
     preservation,
     masks,
     videos,
+    sound,
     text_encoders,
 )
 

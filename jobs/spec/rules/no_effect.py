@@ -361,6 +361,11 @@ def captions_in_order(spec: DataKeys) -> str:
     return "" if spec.shuffle_captions else "needs shuffle_captions: yes"
 
 
+def no_sound(spec: JobKeys) -> str:
+    family = FAMILIES.get(spec.model_family)
+    return f"{family.title} is trained without sound" if family and not family.sound else ""
+
+
 def no_prompts(spec: ValidationKeys) -> str:
     return "" if spec.validation_prompts else _NO_PROMPTS
 

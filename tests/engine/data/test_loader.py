@@ -62,6 +62,9 @@ class Data:
     def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
         return {}
 
+    def sound_of(self, sample: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {}
+
     def first_frame_probability(self, draw: Draw) -> float:
         return self.from_first
 

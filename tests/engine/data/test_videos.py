@@ -19,7 +19,13 @@ from engine.data.encode.latents import beginning_pixels, to_pixels
 from engine.data.encode.texts import images_of
 from engine.data.index.data_index import build_index
 from engine.data.index.views import view_of
-from engine.data.read.videos import VideoError, frames_at, inspect_video, read_frames
+from engine.data.read.videos import (
+    VideoError,
+    frames_at,
+    inspect_video,
+    read_frames,
+    read_sound,
+)
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
 from tests.support.images.videos import level, record
@@ -320,6 +326,21 @@ def test_a_video_with_sound_has_the_frames_of_one_without(tmp_path: Path, suffix
     assert inspect_video(heard).frames == inspect_video(silent).frames == 8
     frames = [read_frames(path, fps=8, frames=8) for path in (silent, heard)]
     assert np.array_equal(*frames)
+
+
+def test_sound_is_read_from_the_first_frame_on(tmp_path: Path) -> None:
+    """At another rate and in stereo; with silence behind its end."""
+    times = np.arange(16_000) / 16_000
+    tone = np.where(times < 0.5, 0, 0.4 * np.sin(2 * np.pi * 200 * times))
+    path = record(tmp_path / "a.mp4", 16, sound=np.stack([tone, 0 * tone]))
+    heard = read_sound(path, seconds=1.5, rate=8_000)
+    assert heard is not None
+    assert heard.shape == (2, 12_000)
+    assert np.abs(heard[0, 100:3_800]).max() < 0.02
+    assert np.abs(heard[0, 4_200:7_800] - tone[8_400:15_600:2]).max() < 0.05
+    assert np.abs(heard[1]).max() < 0.02
+    assert not heard[:, 10_000:].any()
+    assert read_sound(record(tmp_path / "b.mp4", 8), seconds=1.0, rate=8_000) is None
 
 
 def test_senseless_requests_are_errors_of_the_caller(tmp_path: Path) -> None:

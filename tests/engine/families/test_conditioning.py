@@ -35,7 +35,11 @@ from engine.families.shared.references import (
     BEGINNING,
     FIRST_FRAME,
     REFERENCE,
+    SOUND,
+    SOUND_NOISE,
+    SOUND_WEIGHT,
     first_frame_of,
+    joint,
     loss_inputs,
 )
 from engine.memory.phases import text_cache
@@ -440,6 +444,23 @@ def test_the_loss_is_of_what_is_not_given() -> None:
     assert left.shape == of.target.shape == (2, 3, 3, 2, 2)
     assert float((left - of.target).square().mean()) == pytest.approx((1 + 4 + 9) / 3)
     assert loss_inputs(prediction, problem, {})[0] is prediction
+
+
+@pytest.mark.parametrize("from_first", [False, True])
+def test_with_sound_the_loss_is_the_sum_of_two(from_first: bool) -> None:
+    """Of the second sample, which is silent, that of the video alone."""
+    rng = torch.Generator().manual_seed(0)
+    target, video = torch.randn(2, 2, 3, 4, 2, 2, generator=rng)
+    latents, noise, sound = torch.randn(3, 2, 5, 6, generator=rng)
+    condition = {SOUND: latents, SOUND_NOISE: noise, SOUND_WEIGHT: torch.tensor([1.0, 0.0])}
+    condition |= first_frame_of(target) if from_first else {}
+    problem = NoisySample(target, torch.zeros(2), target)
+    prediction, of = loss_inputs(joint(video, sound), problem, condition)
+    found = (prediction - of.target).square().mean(dim=1)
+    begin = int(from_first)
+    of_video = (video - target)[:, :, begin:].square().flatten(1).mean(dim=1)
+    of_sound = (sound - (noise - latents)).square().flatten(1).mean(dim=1)
+    assert torch.allclose(found, of_video + torch.tensor([1.0, 0.0]) * of_sound)
 
 
 @pytest.mark.parametrize("size", [(900, 640), (1500, 1100), (400, 1300)])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,7 +21,16 @@ from engine import families
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys
 from engine.diffusion.objective import build_objective
+from engine.families.shared.ltx2_pipeline import log_spectrum
+from engine.families.shared.references import (
+    SOUND,
+    SOUND_NOISE,
+    SOUND_WEIGHT,
+    first_frame_of,
+    split_joint,
+)
 from engine.memory.phases import text_cache
+from engine.memory.tracing.inputs import sound_shapes
 from engine.model.text_encoders import encoder_bytes
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
@@ -104,6 +114,95 @@ def test_sound_reaches_the_video_in_samples_and_not_in_training(case: Case) -> N
         case.family.predict(denoiser, noisy(), level, text, 1.0),
         case.family.predict(denoiser, noisy(), level, other, 1.0),
     )
+
+
+def with_sound(latents: torch.Tensor, noise: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {SOUND: latents, SOUND_NOISE: noise, SOUND_WEIGHT: torch.ones(len(latents))}
+
+
+@torch.no_grad()
+def test_video_and_sound_are_predicted_together_as_in_the_pipeline(case: Case) -> None:
+    request = case.request(num_frames=case.frames, seed=2)
+    pipeline, calls = case.stock(), []
+    pipeline.transformer.register_forward_hook(
+        lambda module, args, told, output: calls.append((told, output)), with_kwargs=True
+    )
+    case.run(pipeline, request, output_type="latent")
+    text = batch_of(case.encoded(PROMPT))
+    for told, (video, sound) in list(calls):
+        seen = case.family.unpack(pipeline, told["hidden_states"], request)
+        rows, level = told["audio_hidden_states"], told["timestep"].view(1) / 1000
+        # Between latents and noise that are equal, all levels are.
+        condition = text | with_sound(rows, rows)
+        found = case.family.predict(pipeline.transformer, seen, level, condition, 1.0)
+        expected = case.family.unpack(pipeline, video, request)
+        for ours, theirs in zip(
+            split_joint(found, seen.shape), (expected, sound.flatten(1)), strict=True
+        ):
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        other = case.family.predict(
+            pipeline.transformer, seen, level, text | with_sound(rows.flip(1), rows.flip(1)), 1.0
+        )
+        assert not torch.allclose(split_joint(other, seen.shape)[0], expected, atol=1e-3)
+
+
+def test_with_sound_all_of_the_model_is_trained(case: Case) -> None:
+    """As in Lightricks' trainer with `with_audio`; and each layer with the names of its configs."""
+    denoiser = case.stock().transformer.train().requires_grad_(True)
+    text = batch_of(case.encoded(PROMPT))
+    rows = torch.randn(1, 7, denoiser.config.audio_in_channels)
+    condition = text | with_sound(rows, rows.flip(1))
+    level = torch.tensor([0.5])
+    case.family.predict(denoiser, noisy(), level, condition, 1.0).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in denoiser.parameters())
+    spec = case.spec(train_audio=True)
+    adapted = {
+        name.split(".", 2)[2]
+        for name, _ in denoiser.named_modules()
+        if re.fullmatch(case.family.lora_targets(spec), name)
+    }
+    both = {f"audio_{name}" for name in ITS_TARGETS} | ITS_TARGETS
+    crossed = {
+        f"{way}_attn.{part}"
+        for way in ("audio_to_video", "video_to_audio")
+        for part in ("to_k", "to_q", "to_v", "to_out.0")
+    }
+    assert adapted == both | crossed
+
+
+@torch.no_grad()
+def test_sound_is_read_from_nothing_but_the_host(case: Case) -> None:
+    denoiser = case.stock().transformer.to("meta")
+    text = {name: one.to("meta") for name, one in batch_of(case.encoded(PROMPT)).items()}
+    rows = torch.empty(1, 7, denoiser.config.audio_in_channels, device="meta")
+    for more in ({}, first_frame_of(noisy().to("meta"))):
+        level, condition = torch.empty(1, device="meta"), text | with_sound(rows, rows) | more
+        found = case.family.predict(denoiser, noisy().to("meta"), level, condition, 1.0)
+        assert found.shape == (1, noisy().numel() + rows.numel())
+
+
+@torch.no_grad()
+def test_estimates_count_the_tokens_of_sound(case: Case) -> None:
+    """As many as the autoencoder makes of it."""
+    vae = case.family.load_sound_vae(case.paths.model)
+    config = case.stock().transformer.config
+    for frames, fps in ((9, 24.0), (121, 24.0), (49, 12.5)):
+        spec = case.spec(train_audio=True, fps=fps)
+        samples = torch.zeros(2, round(frames / fps * case.family.sound_rate()))
+        real = case.family.encode_sound(vae, samples)
+        assert sound_shapes(spec, config, frames)[SOUND][0] == real.shape
+    assert not sound_shapes(case.spec(), config, 9)
+
+
+def test_a_spectrum_is_that_of_the_trainer() -> None:
+    """Of a tone; the numbers are of torchaudio's, with the arguments of Lightricks' trainer."""
+    config = SimpleNamespace(sample_rate=16_000, mel_bins=64, mel_hop_length=160)
+    tone = torch.sin(2 * torch.pi * 440 * torch.arange(16_000) / 16_000)
+    spectrum = log_spectrum(torch.stack([tone, torch.zeros_like(tone)]), config)
+    assert spectrum.shape == (2, 101, 64)
+    assert torch.allclose(spectrum[1], torch.tensor(1e-5).log())
+    assert spectrum[0, 50].argmax() == 8
+    assert torch.allclose(spectrum[0, 50, 7:10], torch.tensor([-2.7888, 1.7789, 1.6730]), atol=1e-3)
 
 
 @torch.no_grad()

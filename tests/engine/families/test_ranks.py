@@ -112,7 +112,13 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
         if case.takes is not None and case.takes.masks:
             prompt["conditioning_image"].insert(0, str(max(case.paths.data.glob("*.png"))))
+    heard: dict[str, Any] = {}
+    if case.facts.sound:
+        heard = {"train_audio": True}
+        if not case.first_frame:
+            heard |= {"dataset": str(case.videos), "num_frames": case.frames}
     return case.values(
+        **heard,
         model_type=kind,
         num_processes=RANKS,
         strategy="fsdp2",

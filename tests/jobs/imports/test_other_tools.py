@@ -718,8 +718,8 @@ def test_a_job_of_ltx_trainer_is_its_job() -> None:
     imported = import_file(IMPORT_EXAMPLES / "ltx-trainer" / "i2v-lora.yaml")
     spec = imported.spec
     assert (spec.model_family, spec.model_flavour) == ("ltx2", "2.3-22b")
-    adapted = [f"attn{number}.{part}" for part in ("to_k", "to_q") for number in (1, 2)]
-    assert spec.lora_target_modules == [*adapted, "attn1.to_v"]
+    assert spec.lora_target_modules == ["to_k", "to_q", "attn1.to_v", "audio_ff.net.2"]
+    assert spec.train_audio
     assert [one.first_frame for one in spec.datasets or []] == [0.5]
     assert (spec.lr_scheduler, spec.lr_power, spec.lr_end) == ("polynomial", 1.0, 1e-5)
     assert (spec.weight_decay, spec.train_batch_size, spec.base_precision) == (0.01, 2, "int8")
@@ -729,7 +729,6 @@ def test_a_job_of_ltx_trainer_is_its_job() -> None:
     assert (first.width, first.height, first.frames, first.guidance) == (960, 544, 89, 4.0)
     assert (second.width, second.height, second.frames, second.conditioning) == (768, 512, 49, ())
     assert {one.key for one in imported.report.of(Lost)} == {
-        "training_strategy.audio.is_generated",
         "validation.samples: reference",
         "data.preprocessed_data_root",
     }
@@ -751,6 +750,13 @@ def test_ltx_trainers_first_frames_are_the_datasets(
 ) -> None:
     values = {"training_strategy": strategy, "data": {"preprocessed_data_root": "d"}}
     assert [one.first_frame for one in datasets_of(ltx(tmp_path, values).spec)] == [share]
+
+
+def test_without_sound_ltx_trainers_adapter_is_of_the_video(tmp_path: Path) -> None:
+    values = {"lora": {"rank": 8, "target_modules": ["to_k", "attn1.to_v", "audio_ff.net.2"]}}
+    spec = ltx(tmp_path, values).spec
+    assert spec.lora_target_modules == ["attn1.to_k", "attn2.to_k", "attn1.to_v"]
+    assert not spec.train_audio
 
 
 def ltx(folder: Path, values: dict[str, Any]) -> Imported:

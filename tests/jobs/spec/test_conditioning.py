@@ -182,6 +182,12 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             {"model_family": "hunyuanvideo", "model_flavour": "t2v"},
             "HunyuanVideo t2v cannot be trained with first_frame",
         ),
+        (
+            [],
+            {"model_family": "ltx2", "model_flavour": None, "train_audio": True}
+            | {"loss_type": "huber"},
+            "loss_type: huber is not supported with train_audio; use mse",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -186,13 +186,17 @@ class Case:
 
         root = self.paths.data.with_name("videos")
         root.mkdir(exist_ok=True)
+        rng = np.random.default_rng(0)
         for path in sorted(self.paths.data.glob("*.png")):
             video = root / f"{path.stem}.mp4"
             if not video.exists():
                 with Image.open(path) as opened:
                     picture = np.asarray(opened.convert("RGB").resize((self.side, self.side)))
                 moving = [np.roll(picture, 4 * n, axis=1) for n in range(self.frames)]
-                record(video.with_suffix(".part.mp4"), moving).rename(video)
+                sound = None
+                if self.facts.sound and not path.stem.startswith("0002"):  # which is silent
+                    sound = rng.normal(0, 0.1, (2, 16_000 * self.frames // 8))
+                record(video.with_suffix(".part.mp4"), moving, sound=sound).rename(video)
                 video.with_suffix(".txt").write_text(path.with_suffix(".txt").read_text())
         return root
 

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 # -- overheads ------------------------------------------------------------------------------
 # Memory that the model does not explain: named constants, and bounds on the allocator's reserve.
 #
-# The values come from published measurements (a GPU's context, NCCL's buffers) and from replaying
-# traces through a model of the caching allocator. `Overheads` is an argument of `predict`, so that
-# values measured on the user's machine can replace these.
+# The values come from published measurements (a GPU's context, NCCL's buffers), from replaying
+# traces through a model of the caching allocator, and from an H200 (docs/gpu.md), which reserved
+# 1.005 to 1.08 of what was allocated. `Overheads` is an argument of `predict`, so that values
+# measured on the user's machine can replace these.
 
 
 _MIB = 1 << 20
@@ -55,7 +56,7 @@ class Overheads:
     cublas: int = 40 * _MIB
     nccl: int = 800 * _MIB
     nccl_more: int = 400 * _MIB
-    reserved_low: float = 1.03
+    reserved_low: float = 1.005
     reserved_high: float = 1.25
     segment: int = 2 * _MIB
 
@@ -66,10 +67,15 @@ class Overheads:
             parts["nccl"] = self.nccl + (communicators - 1) * self.nccl_more
         return parts
 
-    def reserved(self, allocated: int) -> tuple[int, int]:
-        """Return lower and upper bounds of torch's reserved memory for a peak of allocations."""
+    def reserved(self, allocated: int, kept: int = 0) -> tuple[int, int]:
+        """Return lower and upper bounds of torch's reserved memory for a peak of allocations.
+
+        Args:
+            allocated: The peak.
+            kept: Bytes that another stream has freed, which this one cannot use.
+        """
         low, high = (
-            -(-int(allocated * factor) // self.segment) * self.segment
+            -(-int(allocated * factor + kept) // self.segment) * self.segment
             for factor in (self.reserved_low, self.reserved_high)
         )
         return low, high
@@ -335,7 +341,8 @@ def predict(
     _check(spec, trace, layout, strategy, ranks)
     on_cuda = spec.device != "cpu"
     trained = trained_of(trace, layout)
-    swapped = sum(swapped_of(trace.units, layout).values())
+    blocks = swapped_of(trace.units, layout).values()
+    swapped = sum(blocks)
     held = sum(cost_of(unit, layout).held for unit in trace.units) + trace.buffers - swapped
     own_state = state_bytes(spec, trained)
     state = 0 if layout.offload else own_state
@@ -393,7 +400,10 @@ def predict(
         ranks=ranks,
         settings=_settings(spec, ranks),
         phases=tuple(phases[name] for name in TITLES if name in phases),
-        reserved=overheads.reserved(peak) if on_cuda else (peak, peak),
+        # Copies have a stream of their own, which keeps room for two blocks.
+        reserved=(
+            overheads.reserved(peak, 2 * max(blocks, default=0)) if on_cuda else (peak, peak)
+        ),
         overheads=overheads.driver_bytes(_communicators(spec, strategy, ranks)) if on_cuda else {},
         work=work,
     )

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _PRODUCTS: Final = (0.80, 0.55)  # matrices of thousands of rows in cuBLAS
 _ATTENTION: Final = (0.75, 0.50)  # flash attention 2, forward and backward
 _MEMORY: Final = (0.85, 0.65)  # kernels that read and write large tensors
-_LAUNCH: Final = (12e-6, 40e-6)  # seconds of the CPU for each kernel, with Python, in eager mode
+# Seconds of the CPU for each kernel, with Python, in eager mode: 24 to 55 µs on a machine whose
+# bare launches take 11 µs, twice the usual, and 75 for UNets (docs/gpu.md).
+_LAUNCH: Final = (12e-6, 55e-6)
 _NVLINK: Final = (0.85, 0.60)  # collectives, of the links' sum in one direction
 _PEERS: Final = (0.80, 0.50)  # collectives over PCIe, between GPUs that see each other's memory
 _THROUGH_HOST: Final = (0.40, 0.20)  # collectives over PCIe through host memory

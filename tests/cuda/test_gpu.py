@@ -75,10 +75,11 @@ def test_a_bf16_base_is_cast_on_the_way(toy: Path) -> None:
     reason="torch prefers cuDNN's attention on Hopper GPUs only",
 )
 def test_cudnn_attention_has_nan_gradients_still() -> None:
-    # See docs/upstream.md. FLUX.1 at 1024 px, laid out as its blocks do.
-    shape = (1, 4608, 24, 128)
+    # See docs/upstream.md. The toy's and FLUX.1's attention at 1024 px, laid out as its blocks do;
+    # large ones fail now and then, small ones nearly always.
     draws = torch.Generator("cuda").manual_seed(0)
-    for _ in range(60):
+    for trial in range(60):
+        shape = ((1, 192, 4, 32), (1, 320, 4, 32), (2, 32, 4, 32), (1, 4608, 24, 128))[trial % 4]
         used = torch.full((2**28,), math.nan, device="cuda", dtype=torch.bfloat16)
         del used  # what is allocated from here on holds NaN
         q, k, v, gradient = (

@@ -397,6 +397,17 @@ def test_ranks_of_a_machine_share_the_blocks_that_they_swap(
     assert copied[0] == swapped > copied[1] > 0
 
 
+def test_fused_kernels_are_fewer_and_move_less(estimator: Estimator, toy: Path) -> None:
+    eager, compiled = (
+        estimator.estimate(spec_of(toy, torch_compile=compiles, **BF16)).work
+        for compiles in (False, True)
+    )
+    for phase in ("forward", "backward"):
+        assert compiled[phase]["kernels"] < eager[phase]["kernels"]
+        assert compiled[phase]["bytes"] < eager[phase]["bytes"]
+        assert compiled[phase]["half"] == eager[phase]["half"]
+
+
 def test_schedule_free_keeps_other_weights_while_samples_are_denoised_and_decoded(
     estimator: Estimator, toy: Path
 ) -> None:
@@ -500,6 +511,8 @@ def test_a_damaged_prediction_is_told(damage: dict[str, Any]) -> None:
 def test_reserved_is_a_band_above_allocated() -> None:
     overheads = Overheads()
     low, high = overheads.reserved(10**10)
+    kept = 8 * overheads.segment
+    assert overheads.reserved(10**10, kept) == (low + kept, high + kept)
     assert 10**10 < low < high
     assert not low % overheads.segment
     assert "nccl" not in overheads.driver_bytes(0)

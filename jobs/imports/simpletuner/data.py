@@ -87,7 +87,7 @@ def _why_skipped(theirs: dict[str, Any]) -> tuple[Kind, str] | None:
 
 
 def bucket(part: Draft, key: str, value: Any) -> None:
-    """Import a dataset in S3, whose address has the bucket and the prefix."""
+    """Take the address of a dataset in S3, of its bucket and its prefix."""
     prefix = str(part.get("aws_data_prefix") or "").strip("/")
     part.take(key, "path", f"s3://{value}/{prefix}".rstrip("/"), "with aws_data_prefix")
 

@@ -50,6 +50,7 @@ from jobs.spec.families import experts_of
 from jobs.spec.rules.steps import (
     accumulation_steps,
     forwards_of_ranks,
+    periodic_saves,
     share_on_card,
     total_steps,
 )
@@ -66,7 +67,6 @@ if TYPE_CHECKING:
     from jobs.memory.ranking import Ranking
     from jobs.memory.seconds import Link, Seconds
     from jobs.spec.job_spec import JobSpec, RecipeKeys
-    from jobs.spec.keys.data import DataKeys
 
     Found = Predicted | Refused
 
@@ -428,14 +428,16 @@ class Need:
         return self.needed <= self.free
 
 
-def needs_of(spec: DataKeys, predicted: Predicted) -> list[Need]:
+def needs_of(spec: JobSpec, predicted: Predicted) -> list[Need]:
     """Return the host memory and disk space that a job needs and that this machine has."""
     memory = psutil.virtual_memory()
     needs = []
     if machine := predicted.host.get("machine"):
         needs.append(Need("host memory", machine, min(memory.available, host_bytes())))
     if run := _run_bytes(predicted):
-        needs.append(Need("disk for checkpoints and the export", run, _free(state_home())))
+        unknown = periodic_saves(spec) is None and spec.checkpoints_total_limit is None
+        saves = "one checkpoint (their number depends on the data)" if unknown else "checkpoints"
+        needs.append(Need(f"disk for {saves} and the export", run, _free(state_home())))
     if cached := predicted.disk.get("cache"):
         folder = Path(spec.cache_dir) if spec.cache_dir else cache_home()
         needs.append(Need("disk for caches", cached, _free(folder)))

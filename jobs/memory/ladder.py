@@ -186,7 +186,12 @@ def _modulation(spec: RecipeKeys, precision: str) -> Changes | None:
 def _swap(spec: RecipeKeys, count: int) -> Changes | None:
     """Keep blocks in host memory; None if as many already are, or FSDP shards them."""
     fits = spec.model_type == "lora" and not shards(spec) and spec.device != "cpu"
-    return {"swap_blocks": count} if fits and most_on_card(spec.swap_blocks) < count else None
+    now = spec.swap_blocks
+    if not fits or most_on_card(now) >= count:
+        return None
+    if isinstance(now, dict):  # larger GPUs stay without
+        return {"swap_blocks": {size: max(number, count) for size, number in now.items()}}
+    return {"swap_blocks": count}
 
 
 def least_swapping(

@@ -80,10 +80,14 @@ def read_values(name: str, text: str) -> list[Any]:
     Raises:
         SpecError: There are none.
     """
-    has_commas = takes_many(name) or "dict[" in str(JobSpec.model_fields[name].annotation)
-    several = has_commas and ";" in text
+    mapping = "dict[" in str(JobSpec.model_fields[name].annotation)
+    several = (takes_many(name) or mapping) and ";" in text
+    parts = [part.strip() for part in text.split(";")] if several else as_list(text)
+    listed = several or text.strip().startswith("[")
+    if mapping and not listed and all(":" in part for part in parts):
+        parts = [text.strip()]  # `16GB:24,24GB:8` is one mapping
     values: list[Any] = []
-    for value in [part.strip() for part in text.split(";")] if several else as_list(text):
+    for value in parts:
         if value not in ("", *values):
             values.append(value)
     if not values:

@@ -82,12 +82,17 @@ class JobSpec(
         """Give keys without a value (`lora_alpha:`) their default, which may depend on the family.
 
         A missing `model_flavour` may be derived from the model's name. An empty one stays empty, so
-        that every job can be written and read back.
+        that every job can be written and read back. True is no number, as a YAML file may have it
+        for `on`; pydantic would read it as 1.
         """
         if not isinstance(data, dict):
             return data
         data = upgraded(data)
-        given = {key: value for key, value in data.items() if value is not None}
+        given = {
+            key: "true" if value is True and _is_number(key) else value
+            for key, value in data.items()
+            if value is not None
+        }
         family = given.get("model_family", cls.model_fields["model_family"].default)
         for key, other in FOLLOWS.items():
             if as_none(given.get(key)) is None:
@@ -236,6 +241,12 @@ def takes_number(name: str) -> bool:
     """Return whether a switch may also be a number."""
     field = JobSpec.model_fields.get(name)
     return field is not None and field.annotation == bool | int
+
+
+def _is_number(name: str) -> bool:
+    """Return whether a field holds a number and nothing else, except perhaps no value."""
+    field = JobSpec.model_fields.get(name)
+    return field is not None and field.annotation in (int, float, int | None, float | None)
 
 
 def takes_many(name: str) -> bool:

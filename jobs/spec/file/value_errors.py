@@ -26,6 +26,9 @@ _PLAIN: Final = {
     "int_from_float": "expected a whole number",
     "float_type": "expected a number",
     "float_parsing": "expected a number",
+    "string_type": "expected text",
+    "list_type": "expected a list",
+    "dict_type": "expected a mapping",
 }
 
 
@@ -50,14 +53,19 @@ def in_words(error: ErrorDetails) -> str:
         return f'entry {" ".join(where)} has an unknown key "{word}"{hint}'
     choices = field_choices(key) if key in JobSpec.model_fields else ()
     if choices:
-        given = _truncated(str(value))
-        allowed, meant = ", ".join(choices), did_you_mean(unquoted(given), choices)
+        given = _truncated(str(value).lower() if isinstance(value, bool) else str(value))
+        allowed = ", ".join(choices)
+        meant = "" if isinstance(value, bool) else did_you_mean(unquoted(given), choices)
         return f'"{given}" is not one of {allowed}{meant}'
     message = error["msg"][0].lower() + error["msg"][1:]
     message = _PLAIN.get(error["type"], message)
     if error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, dot, dash and underscore, starting with a letter or digit"
     place = f"entry {' '.join(inner)}: " if inner else ""
+    if isinstance(value, bool):
+        word = str(value).lower()
+        quote = "; in YAML, put words such as yes, no, on and off in quotes"
+        return f"{place}{message} (got {word}{quote if error['type'] == 'string_type' else ''})"
     return f"{place}{message} (got {_truncated(repr(value))})"
 
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from jobs.spec.keys.groups import TRACKING
 from jobs.spec.rules.no_effect import not_tracked
 from jobs.spec.values.field import Keys, field
-from jobs.spec.values.spellings import as_choice, as_list, as_none
+from jobs.spec.values.spellings import as_choice, as_list, as_none, as_off
 from jobs.spec.values.value_types import OptionalText
 
 Tracker = Literal[
@@ -28,7 +28,7 @@ _SPELLINGS: Final = {"comet": "comet_ml", "weights_and_biases": "wandb"}
 
 def read_trackers(value: Any) -> Any:
     """Read one name or several; `none` means no tracker."""
-    value = as_list(as_none(value))
+    value = as_list(as_off(value))
     if not isinstance(value, list | tuple):
         return [] if value is None else value
     names = [as_choice(word, (*get_args(Tracker), *_SPELLINGS)) for word in map(str, value)]

@@ -198,9 +198,10 @@ def videos(spec: InputKeys) -> Conflict | None:
         and (lower := family.frames_of(spec.num_frames)) < spec.num_frames
     ):
         longer = next(n for n in itertools.count(spec.num_frames) if family.frames_of(n) == n)
+        near = " or ".join(str(n) for n in (lower, longer) if n >= family.frame_rest)
         return Conflict(
             "num_frames",
-            f"{family.title} takes {family.lengths} frames, such as {lower} or {longer}",
+            f"{family.title} takes {family.lengths} frames, such as {near}",
             named=True,
         )
     return None

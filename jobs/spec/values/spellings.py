@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _TRUE = {"true", "1", "yes", "on", "y", "t"}
 _FALSE = {"false", "0", "no", "off", "n", "f"}
 _NONE = {"none", "null", "~", ""}
+_OFF: Final = ("none", "no")
 _MIN_PREFIX = 3  # letters after which a prefix identifies a word
 _QUOTES: Final = {'"': '"', "'": "'", "“": "”", "‘": "’"}
 # An item of a list: in double quotes with JSON's escapes, in single quotes, or bare.
@@ -83,13 +84,21 @@ def as_none(value: Any) -> Any:
     return value
 
 
+def as_off(value: Any) -> Any:
+    """Convert the words for no and for no value to None; also YAML's false, but no number."""
+    word = isinstance(value, (str, bool)) and as_bool(value) is False
+    return None if word else as_none(value)
+
+
 def as_choice(value: Any, choices: tuple[str, ...]) -> Any:
     """Match a choice, ignoring case, `-`, `_` and spaces.
 
-    For an enum member such as `StateDictType.FULL_STATE_DICT`, the last part counts.
+    For an enum member such as `StateDictType.FULL_STATE_DICT`, the last part counts. If a choice
+    is `none` or `no`, all words for no mean it; YAML parses a bare `no` or `off` as false.
     """
-    if value is False and "no" in choices:  # YAML parses a bare `no` as false
-        return "no"
+    off = next((choice for choice in choices if choice in _OFF), None)
+    if off and (as_bool(value) is False or (isinstance(value, str) and unquoted(value) in _OFF)):
+        return off
     if isinstance(value, str):
         word = _letters(unquoted(value))
         for choice in choices:

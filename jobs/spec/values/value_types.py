@@ -75,7 +75,7 @@ Launcher = Literal["local", "slurm"]
 FULL_SENTENCE: Final = "said"
 """Error type for messages that are complete sentences and name the value."""
 
-_YES_NO: Final = ("true", "false", "yes", "no", "on", "off")
+_YES_NO: Final = ("true", "false", "yes", "no", "off")  # suggestions; "on" is too close to none
 _V1_PREFETCH: Final = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _FLASH_3: Final = ("flash_3", "flash_attn_3", "flash_attention_3", "fa3")
 _GPU: Final = re.compile(r"(?:GPU|MIG)-\S*")
@@ -92,7 +92,7 @@ _DOTTED: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*[.:][^\W\d]\w*")
 def refuse(value: Any, allowed: Sequence[str], instead: str = "") -> PydanticCustomError:
     """Build the error for a value that is not an allowed word; suggests the closest one."""
     words = {
-        "value": str(value),
+        "value": str(value).lower() if isinstance(value, bool) else str(value),
         "allowed": instead or f"one of {', '.join(allowed)}",
         "meant": spellings.did_you_mean(spellings.unquoted(str(value)), allowed),
     }
@@ -285,7 +285,7 @@ def read_names(value: Any) -> Any:
 
 def read_scores(value: Any) -> Any:
     """Read a list of scores, also in capitals and with hyphens: `CLIP-T, DINO-I`."""
-    value = read_names(spellings.as_none(value))
+    value = read_names(spellings.as_off(value))
     if not isinstance(value, (list, tuple)):
         return value if value is not None else []
     words = [spellings.as_choice(str(word), get_args(Score)) for word in value]
@@ -349,7 +349,7 @@ def read_routes(value: Any) -> Any:
 
     A share of 0 says nothing and is dropped.
     """
-    routes = spellings.as_none(value)
+    routes = spellings.as_off(value)
     if isinstance(routes, str):
         text = spellings.unquoted(routes).strip()
         if ":" in text and not text.startswith("{"):
@@ -383,9 +383,9 @@ def read_by_card(value: Any) -> Any:
 
     The smallest size comes first. Zeros of the largest sizes say nothing and are dropped.
     """
-    numbers = value
-    if isinstance(value, str):
-        text = spellings.unquoted(value).strip()
+    numbers = 0 if spellings.as_off(value) is None else value
+    if isinstance(numbers, str):
+        text = spellings.unquoted(numbers).strip()
         if ":" in text and not text.startswith("{"):
             text = f"{{{text.replace(':', ': ')}}}"
         numbers = spellings.as_mapping(text) if text.startswith("{") else text
@@ -396,6 +396,8 @@ def read_by_card(value: Any) -> Any:
             value, (), "a number up to 999, or one for each size of GPU, such as {16GB: 24}"
         )
     read = sorted((int(size[1]), int(count[0])) for size, count in pairs if size and count)
+    if len(dict(read)) < len(read):
+        raise refuse(value, (), "one number for each size of GPU: a size is there twice")
     if not isinstance(numbers, dict):
         return read[0][1]
     while read and not read[-1][1]:

@@ -140,6 +140,9 @@ def test_what_a_job_needs_of_the_machine(
     assert [(need.what, need.needed) for need in one] == [
         ("disk for checkpoints and the export", 6)
     ]
+    epochs = spec.model_copy(update={"checkpointing_steps": "1 epoch"})
+    of_data = needs_of(epochs, predicted(host={}, disk={"checkpoint": 2}))
+    assert "one checkpoint (their number depends on the data)" in of_data[0].what
     assert needs_of(spec, predicted(host={}, disk={})) == []
 
 

@@ -120,6 +120,11 @@ def job(**values: Any) -> JobSpec:
             DDP | {"swap_blocks": 4},
             {"strategy": "fsdp2", "dp_replicate_size": None, "fsdp_enable": None, "swap_blocks": 0},
         ),
+        (
+            "most blocks in host memory",
+            DDP | {"swap_blocks": {"16GB": 4, "24GB": 12}},
+            {"swap_blocks": {"16GB": 48, "24GB": 48}},
+        ),
         ("shard over all ranks", TWO, None),
         ("shard over all ranks", {"strategy": "single"}, None),
         ("sharded LoRA", TWO, {"lora_placement": "sharded"}),

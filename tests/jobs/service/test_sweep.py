@@ -67,6 +67,8 @@ def test_every_combination_is_a_job_that_is_named_by_what_differs(
         ("seed=3,3,4", {"seed": ["3", "4"]}),
         ("validation_steps=100,1 epoch", {"validation_steps": ["100", "1 epoch"]}),
         ("swap_blocks=0; {16GB: 8, 24GB: 2}", {"swap_blocks": ["0", "{16GB: 8, 24GB: 2}"]}),
+        ("swap_blocks=16GB:24,24GB:8", {"swap_blocks": ["16GB:24,24GB:8"]}),
+        ("swap_blocks=16GB:24; 24GB:8", {"swap_blocks": ["16GB:24", "24GB:8"]}),
         ("swap_blocks=[0, {16GB: 8}, {16GB: 8}]", {"swap_blocks": [0, {"16GB": 8}]}),
     ],
 )

@@ -445,6 +445,11 @@ def test_what_can_run_has_no_conflict(values: dict[str, Any]) -> None:
         ({"keep_tags": 1}, "keep_tags", "needs shuffle_captions"),
         ({"crop_variants": 2}, "crop_variants", "needs crop: random"),
         ({"num_frames": 5}, "num_frames", "trains on images"),
+        (
+            {"num_frames": 10, "model_family": "minimax_h3"},
+            "num_frames",
+            "takes 17n + 22 frames, such as 22",
+        ),
         ({"datasets": []}, "datasets", "empty list"),
         ({"datasets": ["a"]}, "datasets", "cannot be combined"),
         ({"lr_warmup_steps": 5}, "lr_warmup_steps", "use constant_with_warmup"),

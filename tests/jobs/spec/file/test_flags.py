@@ -396,7 +396,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--gpus=0,0", "gpus names the same GPU twice"),
     ("--gpus=0 --gpus=0", "gpus names the same GPU twice"),
     (f"--{CLASSES}='[A, B'", f'{CLASSES}: "[A, B" is not a list; its bracket is not closed'),
-    (f"--{CLASSES}='[1, 2]'", f"{CLASSES}: entry 1: input should be a valid string"),
+    (f"--{CLASSES}='[1, 2]'", f"{CLASSES}: entry 1: expected text"),
     ("--accelerate_extra_args='--tee \"3'", "is not a list of words (no closing quotation)"),
     ("--accelerate_extra_args='\"' --accelerate_extra_args=--debug", "not a list of words"),
     ("--accelerate_config='{'", 'accelerate_config: "{" is not a mapping, such as JSON\'s, or '),

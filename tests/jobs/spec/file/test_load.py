@@ -15,7 +15,7 @@ from jobs.errors import SpecError
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.file.old_keys import FOREIGN
-from jobs.spec.job_spec import JobSpec, field_names
+from jobs.spec.job_spec import JobSpec, field_choices, field_names
 from jobs.spec.rules.cascade import settle
 from jobs.spec.values.datasets import with_folder_repeats
 from tests.support.jobs.spec_strategies import REQUIRED, VALUES
@@ -178,6 +178,9 @@ def test_a_flag_that_replaces_a_key_takes_its_line_away(tmp_path: Path) -> None:
             'optimizer: "adam" is not one of adamw, sgd, adafactor, adamw_8bit, '
             'adamw_schedule_free, prodigy, lion, came, muon (did you mean "adamw"?)',
         ),
+        ("crop: off", 'crop: "false" is not one of center, random, square'),
+        ("swap_blocks: {16GB: 2, 16: 3}", "a size is there twice"),
+        ("use_ema: none", '"none" is not true or false (did you mean "no"?)'),
         ("strategy: fsdp", '(did you mean "fsdp2"?)'),
         ("name: a b", "name: use letters, digits, dot, dash and underscore"),
         ("gradient_checkpointing: 7", 'gradient_checkpointing: "7" is not true or false'),
@@ -214,6 +217,32 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 def test_a_key_given_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
     path = write(tmp_path, PATHS + "seed: 1\nSEED: 2\n")
     assert complaint(path) == f'{path}: line 4: "seed" is set twice (first on line 3)'
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false", "none", "'off'", "'No'"])
+def test_every_word_for_no_turns_off_what_can_be_off(tmp_path: Path, word: str) -> None:
+    keys = [key for key in field_names() if {"none", "no"} & set(field_choices(key))]
+    keys += ["tread", "swap_blocks", "validation_scores", "report_to"]
+    job = load_spec(write(tmp_path, PATHS + "".join(f"{key}: {word}\n" for key in keys)))
+    off = {key: getattr(job, key) for key in keys}
+    assert off == dict.fromkeys(keys, "none") | {
+        "mixed_precision": "no",
+        "tread": None,
+        "swap_blocks": 0,
+        "validation_scores": [],
+        "report_to": [],
+    }
+
+
+def test_a_word_for_yes_is_no_number(tmp_path: Path) -> None:
+    numbers = (int, float, int | None, float | None)
+    keys = [key for key, info in JobSpec.model_fields.items() if info.annotation in numbers]
+    kept = {"fsdp_forward_prefetch", "fsdp_backward_prefetch"}  # which are switches elsewhere
+    for key in sorted({*keys} - kept):
+        said = complaint(write(tmp_path, f"{PATHS}{key}: yes\n"))
+        assert re.search(f"{key}: expected a .*number \\(got 'true'\\)", said)
+    said = complaint(write(tmp_path, f"{PATHS}trigger_word: no\n"))
+    assert "trigger_word: expected text (got false; in YAML, put words such as" in said
 
 
 @pytest.mark.parametrize(

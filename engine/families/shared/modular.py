@@ -136,6 +136,7 @@ class BlocksPipeline(ModularPipeline):
         directory: Path,
         *,
         save_function: Callable[[dict[str, torch.Tensor], str], None],
+        weight_name: str | None = None,
         **layers: Mapping[str, torch.Tensor],
     ) -> None:
         """Write a LoRA under the names that `load_lora_weights` reads, as stock pipelines do.
@@ -143,6 +144,7 @@ class BlocksPipeline(ModularPipeline):
         Args:
             directory: Where to.
             save_function: Writes tensors to a path.
+            weight_name: The file's name; that of all LoRAs in diffusers by default.
             layers: `<component>_lora_layers`, by the component's own names.
         """
         named = {
@@ -154,7 +156,7 @@ class BlocksPipeline(ModularPipeline):
             state_dict=named,
             save_directory=directory,
             is_main_process=True,
-            weight_name="pytorch_lora_weights.safetensors",
+            weight_name=weight_name or "pytorch_lora_weights.safetensors",
             save_function=save_function,
             safe_serialization=True,
         )

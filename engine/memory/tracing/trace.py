@@ -37,7 +37,7 @@ from jobs.spec.rules.steps import preserves, trains_to_base
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from engine.memory.tracing.model import Shape
     from engine.memory.tracing.record import Asked
@@ -214,7 +214,7 @@ def _train(built: Built, shape: Shape, recorder: Recorder) -> None:
     training = TrainState(built.model, optimizer, optimizer)
     loader: Any = _Loader(built, shape)
     phases: Any = _Phases(recorder)
-    objective: Any = _objective(built, shape)
+    objective: Any = objective_of(built, shape)
     recorder.begin()
     spec = shape.spec.model_copy(update={"preservation": "none"})
     Stepper(spec, built.family, objective, training, loader, world, phases).accumulate(0)
@@ -226,7 +226,7 @@ def _sample(built: Built, shape: Shape, recorder: Recorder) -> None:
     # With guidance, some pipelines put both prompts into one batch.
     guided = any(request.guided for request in requests_of(shape.spec))
     count = 2 if guided and built.family.GUIDED_FORWARDS == 1 else 1
-    batch = _batch(built, shape, count)
+    batch = batch_of(built, shape, count)
     level = torch.full((count,), 0.5)
     recorder.begin()
     with torch.no_grad(), autocast(shape.spec, torch.device("cpu")):
@@ -260,20 +260,30 @@ class _Loader:
 
     def step(self, step: int) -> Iterator[MicroBatch]:
         spec = self._shape.spec
-        batch = _batch(self._built, self._shape, spec.train_batch_size)
+        batch = batch_of(self._built, self._shape, spec.train_batch_size)
         # The pass of `preservation` has the forwards of a batch whose target is the base's
         # prediction, and nothing of the other pass is in memory then.
         to_base = trains_to_base(spec) or preserves(spec)
         yield replace(batch, to_base=to_base, asks_base=to_base)
 
 
-def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
+def batch_of(
+    built: Built, shape: Shape, count: int, make: Callable[..., torch.Tensor] = torch.empty
+) -> MicroBatch:
+    """Return a batch of a job's shapes.
+
+    Args:
+        built: The model.
+        shape: The job settings.
+        count: Its samples.
+        make: Makes a tensor of a size, and of a `dtype` if given.
+    """
     spec, config = shape.spec, shape.config
-    latents = torch.empty(count, *latents_shape(spec, config, shape.size, shape.frames))
+    latents = make((count, *latents_shape(spec, config, shape.size, shape.frames)))
     beside = references(spec, training=shape.training)
     place: dict[str, Any] = {"training": shape.training}
     condition = {
-        name: torch.empty((count, *size), dtype=dtype)
+        name: make((count, *size), dtype=dtype)
         for name, (size, dtype) in (
             caption_shapes(spec, config, shape.size, beside, **place)
             | reference_shapes(spec, config, shape.size, beside, shape.frames, **place)
@@ -281,11 +291,12 @@ def _batch(built: Built, shape: Shape, count: int) -> MicroBatch:
         ).items()
     }
     of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64
-    drawn = NoiseDraw(torch.empty(count, dtype=of_level), torch.empty_like(latents))
+    drawn = NoiseDraw(make((count,), dtype=of_level), make(latents.shape))
     return MicroBatch(range(count), latents, drawn, built.family.arrange(condition))
 
 
-def _objective(built: Built, shape: Shape) -> Any:
+def objective_of(built: Built, shape: Shape) -> Any:
+    """Return a job's objective, without what only changes values."""
     spec, family = shape.spec, built.family
     if family.facts.objective == "flow":
         from engine.diffusion.rectified_flow import Flow

@@ -33,7 +33,6 @@ from engine.data.report import (
     sample_texts,
     summary,
 )
-from engine.diffusion.random_numbers import gives_first_frame
 from engine.families.shared.references import (
     BEGINNING,
     REFERENCE,
@@ -132,15 +131,7 @@ class Prepared:
 
     def first_frame_probability(self, draw: Draw) -> float:
         """Return how often the model gets a draw's first frame at its own place in the latents."""
-        return self._holds_first(self.index.samples[draw.sample])
-
-    def held_gives_first_frame(self, number: int) -> bool:
-        """Return whether the model gets a held-out sample's first frame, always alike."""
-        probability = self._holds_first(self.held[number])
-        return gives_first_frame(self.spec.seed, -1, number, probability)
-
-    def _holds_first(self, sample: Sample) -> float:
-        return 0.0 if needs_first_frame(self.spec) else sample.from_first
+        return holds_first(self.index.samples[draw.sample], self.spec)
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
         """Return the weight of a draw's errors; see `LossWeights.of`."""
@@ -222,6 +213,11 @@ class Prepared:
     def held_text(self, number: int) -> dict[str, torch.Tensor]:
         """Return a held-out sample's first caption, encoded."""
         return self.texts.encoded(_held_text(self.held[number], self.spec))
+
+
+def holds_first(sample: Sample, spec: DataPlanKeys) -> float:
+    """Return how often the model gets a sample's first frame at its own place in the latents."""
+    return 0.0 if needs_first_frame(spec) else sample.from_first
 
 
 def _with_mask(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
+from engine.data.prepare import holds_first
 from engine.diffusion.objective import NoiseDraw, NoisySample, Objective
-from engine.diffusion.random_numbers import SOUND, keyed_generator
+from engine.diffusion.random_numbers import SOUND, gives_first_frame, keyed_generator
 from engine.families.shared.collate import collate
 from engine.families.shared.references import first_frame_of, loss_inputs
 from engine.model.compiled import uncompiled
@@ -133,7 +134,7 @@ class ValidationLoss:
         batch |= self.run.family.sizes(self.run.spec, [self.data.held_shown(n) for n in samples])
         batch |= collate([self.data.held_references(number) for number in samples])
         batch |= collate([self._sound(number) for number in samples])
-        if self.data.held_gives_first_frame(samples[0]):
+        if gets_first_frame(self.data.held[samples[0]], self.run.spec):  # then the batch does
             batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -173,7 +174,7 @@ class ValidationLoss:
         return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
 
     def _generator(self, number: int, *level: int) -> torch.Generator:
-        content = int(self.data.held[number].digest[:_DIGITS], 16)
+        content = _content_of(self.data.held[number])
         return keyed_generator(validation_seed_of(self.run.spec), content, *level)
 
     def _sound(self, number: int) -> dict[str, torch.Tensor]:
@@ -186,7 +187,8 @@ def batches_of(held: Sequence[Sample], spec: DataPlanKeys) -> list[Batch]:
     """All forwards of a measurement, in an order that reads each sample once. Pure."""
     by_bucket: dict[tuple[Any, ...], list[int]] = {}
     for number, sample in enumerate(held):
-        by_bucket.setdefault(sample.group, []).append(number)
+        alike = (sample.group, gets_first_frame(sample, spec))
+        by_bucket.setdefault(alike, []).append(number)
     size = spec.train_batch_size
     return [
         Batch(tuple(numbers[first : first + size]), level)
@@ -194,6 +196,20 @@ def batches_of(held: Sequence[Sample], spec: DataPlanKeys) -> list[Batch]:
         for first in range(0, len(numbers), size)
         for level in range(spec.validation_timesteps)
     ]
+
+
+def gets_first_frame(sample: Sample, spec: DataPlanKeys) -> bool:
+    """Whether the model gets a held-out sample's first frame, in a share of them. Pure.
+
+    It depends on the content and the validation seed alone, as the noise does, so that losses of
+    jobs with other seeds or batches can be compared.
+    """
+    probability = holds_first(sample, spec)
+    return gives_first_frame(validation_seed_of(spec), -1, _content_of(sample), probability)
+
+
+def _content_of(sample: Sample) -> int:
+    return int(sample.digest[:_DIGITS], 16)
 
 
 def forwards_each(batches: int, ranks: int) -> int:

@@ -10,6 +10,7 @@ import math
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,7 +30,13 @@ from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
 from engine.run_job import run_job
 from engine.toy.components.weights import one_thread
-from engine.train.validation_loss import batches_of, forwards_each, problem_at, quantile_of
+from engine.train.validation_loss import (
+    batches_of,
+    forwards_each,
+    gets_first_frame,
+    problem_at,
+    quantile_of,
+)
 from jobs.errors import UserError
 from jobs.run.rundir import RunDir
 from jobs.spec.job_spec import JobSpec
@@ -166,6 +173,26 @@ def test_every_sample_is_measured_once_at_every_level(
         assert len({held[number].bucket for number in one.samples}) == 1
     each = forwards_each(len(batches), ranks)
     assert (each - 1) * ranks < len(batches) <= each * ranks
+
+
+@given(batch=st.integers(1, 5), seed=st.integers(0, 50), rest=st.permutations(range(12)))
+def test_the_same_videos_are_measured_from_their_first_frames(
+    batch: int, seed: int, rest: list[int]
+) -> None:
+    """Whatever the seed of the training, its batches, and the videos beside them."""
+
+    def given_first(order: list[int], **values: Any) -> set[str]:
+        spec = spec_of(0.1, validation_seed=1, **values)
+        held = [replace(sample_of(n), digest=f"{n:015x}", from_first=0.5) for n in order]
+        batches = batches_of(held, spec)
+        firsts = [{gets_first_frame(held[n], spec) for n in one.samples} for one in batches]
+        assert all(len(alike) == 1 for alike in firsts), "a batch has one answer"
+        return {sample.name for sample in held if gets_first_frame(sample, spec)}
+
+    found = given_first(rest[:8], seed=seed, train_batch_size=batch)
+    all_of_them = given_first(list(range(12)))
+    assert found == all_of_them & {f"{number}.png" for number in rest[:8]}
+    assert 2 < len(all_of_them) < 10
 
 
 LATENTS = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))

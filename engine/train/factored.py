@@ -213,6 +213,9 @@ def _add_up(
 ) -> None:
     """Add up what ranks have of sharded parameters, in place; one collective per mesh.
 
+    Replicas take the first one's sums: their own could differ in the last bit, where they add in
+    another order, and the copies would drift apart.
+
     Args:
         parameters: In their order.
         sums: Of each, as far as this rank has it.
@@ -223,5 +226,8 @@ def _add_up(
         flat = torch.cat([part.flatten() for part in parts]).to(device)
         for dim in dims:
             dist.all_reduce(flat, group=mesh.get_group(dim))
+        for dim in range(mesh.ndim):
+            if dim not in dims and mesh.size(dim) > 1:
+                dist.broadcast(flat, group=mesh.get_group(dim), group_src=0)
         whole = flat.to(parts[0].device).split([part.numel() for part in parts])
         torch._foreach_copy_(parts, [w.view_as(p) for w, p in zip(whole, parts, strict=True)])

@@ -16,6 +16,7 @@ from engine.ranks.mesh import build_mesh, sharding_mesh
 from engine.ranks.world import World
 from engine.train import gradients
 from engine.train.gradients import average_gradients, clip
+from engine.train.optimizer import build_optimizer
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.forked import on_ranks
 from tests.support.engine.toy_jobs import ALONE
@@ -386,3 +387,26 @@ def test_shards_may_lie_elsewhere_and_what_is_whole_does_not(tmp_path: Path) -> 
     assert "1.weight" in offloaded
     assert "1.running_mean" in offloaded
     assert set(together.values()) == {"meta"}
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "came"])
+def test_replicas_take_equal_steps_whatever_the_order_of_their_sums(
+    tmp_path: Path, optimizer: str
+) -> None:
+    def work(rank: int) -> Any:
+        layer, _ = sharded(rank, 4, "hsdp", dp_replicate_size=2)
+        add_up = dist.all_reduce
+
+        def in_another_order(tensor: torch.Tensor, *words: Any, **more: Any) -> Any:
+            work = add_up(tensor, *words, **more)
+            if rank > 1:  # the second replica; by more than last bits, which a step may round away
+                tensor.mul_(torch.linspace(1, 1.1, len(tensor)))
+            return work
+
+        dist.all_reduce = in_another_order
+        spec = JobSpec(optimizer=optimizer, learning_rate=1e-2)
+        build_optimizer(spec, [layer.weight], CPU).step()
+        return local_part(layer.weight.detach())
+
+    found = on_ranks(work, 4, tmp_path)
+    assert all(map(torch.equal, found[:2], found[2:]))

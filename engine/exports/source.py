@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from engine.checkpoint.dcp_reader import Planner, Reader
 from engine.model.files.weight_files import read_header
 from engine.model.files.weight_reader import Reading, read_all
-from engine.model.files.weights import reading_of
+from engine.model.files.weights import local_part, rows_of, stream, targets_of
 from engine.parallel.gather import gather
 from jobs.errors import UserError
 
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from engine.model.files.weight_files import StoredTensor
+    from engine.model.quantized_linear import QuantizedLinear
     from jobs.run.checkpoint_files import Checkpoint
 
 # Torch warns whenever a checkpoint is read without a collective, which is what is wanted here.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+_PACKED: Final = 2**20  # weights that are packed at a time, which takes ten times their memory
 
 Fact = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape
 
@@ -96,15 +100,21 @@ class ShardedCheckpoint:
         self._load(name, tensor)
         return tensor
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], moved: Callable[[], None]) -> None:
-        """Fill tensors, sharded or not, in their own precision; each rank reads its own rows.
+    def fill(self, model: torch.nn.Module, moved: Callable[[], None]) -> None:
+        """Fill a model, sharded or not, in its own precision; each rank reads its own rows.
+
+        What the model packs is read as a whole into host memory, one tensor at a time.
 
         Args:
-            tensors: By their names in the model.
+            model: It has all these tensors.
             moved: Called after each tensor.
         """
-        for name, tensor in tensors.items():
-            self._load(name, tensor)
+        targets, packed = targets_of(model)
+        for name in self.facts:
+            if layer := packed.get(name):
+                _pack(layer, self.read(name))
+            else:
+                self._load(name, targets[name])
             moved()
 
     def _load(self, name: str, tensor: torch.Tensor) -> None:
@@ -143,10 +153,23 @@ class FullCheckpoint:
         """Read one tensor."""
         return read_stored(self._places[name])
 
-    def fill(self, tensors: Mapping[str, torch.Tensor], moved: Callable[[], None]) -> None:
-        """Fill tensors; see `ShardedCheckpoint.fill`."""
-        readings = [reading_of(name, self._places[name], t) for name, t in tensors.items()]
-        read_all(readings, lambda done: moved())
+    def fill(self, model: torch.nn.Module, moved: Callable[[], None]) -> None:
+        """Fill a model; see `ShardedCheckpoint.fill`."""
+        stream(model, self._places, progress=lambda done: moved())
+
+
+def _pack(layer: QuantizedLinear, whole: torch.Tensor) -> None:
+    """Fill this rank's rows of a packed layer, some at a time, on their device."""
+    own, scales = local_part(layer.weight.detach()), layer.weight_scale
+    own_scales = None if scales is None else local_part(scales.detach())
+    rows = whole[rows_of(layer.weight)] if isinstance(layer.weight, DTensor) else whole
+    step = max(1, _PACKED // rows.shape[1])
+    for first in range(0, len(own), step):
+        part = slice(first, first + step)
+        packed, scale = layer.packing.pack(rows[part].to(own.device))
+        own[part].copy_(packed)
+        if own_scales is not None and scale is not None:
+            own_scales[part].copy_(scale)
 
 
 def open_checkpoint(checkpoint: Checkpoint, *, ema: bool) -> ShardedCheckpoint | FullCheckpoint:

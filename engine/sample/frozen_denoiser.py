@@ -166,8 +166,7 @@ def _fill(run: RunContext, model: torch.nn.Module, other: OtherExpert) -> bool:
     failed = ""
     try:
         source = open_checkpoint(other.checkpoint, ema=other.ema)
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        source.fill({name: tensors[name] for name in source.facts}, run.telemetry.moved)
+        source.fill(model, run.telemetry.moved)
     except Exception as error:  # torch raises anything where a file is gone
         failed = str(error) or type(error).__name__
     if not any(run.world.any([bool(failed)])):

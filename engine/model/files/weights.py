@@ -163,6 +163,7 @@ __all__ = [
     "rows_of",
     "stored_tensors",
     "stream",
+    "targets_of",
     "trained_in_fp32",
 ]
 
@@ -294,14 +295,22 @@ def stream(
     Returns:
         Bytes read by this rank.
     """
-    targets: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    packed = {f"{name}.weight": layer for name, layer in quantized_layers(model).items()}
+    targets, packed = targets_of(model)
     readings = [
         reading_of(name, place, targets[names(name)], packed.get(names(name)))
         for name, place in stored.items()
         if names(name) not in skip
     ]
     return read_all(readings, progress)
+
+
+def targets_of(
+    model: torch.nn.Module,
+) -> tuple[dict[str, torch.Tensor], dict[str, QuantizedLinear]]:
+    """Return a model's tensors by name, and the layers that pack some of them, by those names."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    layers = quantized_layers(model).items()
+    return tensors, {f"{name}.weight": layer for name, layer in layers}
 
 
 def check_precision(model: torch.nn.Module, spec: RecipeKeys) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,14 +12,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from engine.exports.__main__ import main as export
 from engine.model.adapters.lora import lora_parameters
 from engine.ranks.world import World
-from engine.sample.frozen_denoiser import find_other_expert, second_denoisers
+from engine.sample.frozen_denoiser import OtherExpert, find_other_expert, second_denoisers
 from engine.toy.components.weights import one_thread
-from jobs.run.checkpoint_files import STATE_FILE
+from jobs.run.checkpoint_files import STATE_FILE, Checkpoint
 from jobs.run.rundir import MANIFEST, RunDir
 from jobs.service.sweep import expand, plan_all, queue_all
 from jobs.spec.file.load import load_spec
@@ -231,6 +232,41 @@ def test_without_a_readable_checkpoint_of_the_other_job_the_base_is_sampled(
         assert used is None
         assert not lora_parameters(others["transformer"])
     assert "step 4 of 1-cats-high cannot be read" in telemetry.warn.call_args.args[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", ["full", "sharded"])
+def test_a_fully_trained_expert_is_packed_as_the_base_is(
+    root: Path, layout: Any, tmp_path: Path
+) -> None:
+    """Where this job's LoRA has a packed base, and the other job trains all weights."""
+    case, high = Case(LOW, root), Case(HIGH, root)
+    trained = high.stock().components["transformer"].eval()
+    for parameter in trained.parameters():
+        parameter.mul_(1.5)
+    tensors = {name: parameter.detach() for name, parameter in trained.named_parameters()}
+    if layout == "full":
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        save({"model": tensors}, checkpoint_id=tmp_path, no_dist=True)
+    files = {path.name: (0, "") for path in tmp_path.iterdir()}
+    checkpoint = Checkpoint(4, tmp_path, 0, layout, 1, False, 0.0, files)
+    run = run_context(
+        case.spec(model_type="lora", base_precision="int8"),
+        RunDir(tmp_path),
+        World(0, 1, DEVICE, "single", "t"),
+        Mock(),
+        family=case.family,
+        model_root=case.paths.model,
+    )
+    other = OtherExpert("1-cats-high", checkpoint, high.spec(model_type="full"), ema=False)
+    noisy = torch.randn(1, 16, 2, 4, 6, generator=torch.Generator().manual_seed(0))
+    words = (noisy, torch.tensor([0.95]), batch_of(case.encoded(PROMPT)), 1.0)
+    expected = case.family.predict(trained, *words)
+    with second_denoisers(run, other) as (others, used):
+        assert used is other
+        found = case.family.predict(others["transformer"], *words)
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.mark.slow

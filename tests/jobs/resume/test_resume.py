@@ -91,6 +91,8 @@ _WITH: dict[str, dict[str, Any]] = {
     "num_frames": {"model_family": "wan"},
     "fps": {"model_family": "wan"},
     "conditioning_resolution": {"model_flavour": "kontext"},
+    "mask_variants": {"model_flavour": "fill"},
+    "train_audio": {"model_family": "ltx2", "model_type": "full"},  # else other layers train, too
     "text_encoder_lora_rank": {"model_family": "sdxl"},
     "text_encoder_learning_rate": {"model_family": "sdxl", "text_encoder_lora_rank": 4},
 }
@@ -278,6 +280,22 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     flux = JobSpec(**BASE).to_dict()
     del flux["lora_experts"]
     assert find_resume_conflicts(flux, JobSpec(**BASE), done=1).impossible == []
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [({}, True), ({"lora_target_modules": ["to_q"]}, False), ({"model_type": "full"}, False)],
+)
+def test_sound_is_trained_from_the_start_or_not_at_all(
+    values: dict[str, Any], refused: bool
+) -> None:
+    """By an adapter of the family's layers, of which there are more with sound."""
+    silent = JobSpec(**BASE | {"model_family": "ltx2"} | values)
+    heard = silent.model_copy(update={"train_audio": True})
+    for old, new in ((silent, heard), (heard, silent)):
+        found = find_resume_conflicts(old.to_dict(), new, done=1)
+        assert [line.partition(":")[0] for line in found.impossible] == ["train_audio"] * refused
+        assert any("train_audio" in line for line in found.changes)
 
 
 def test_jobs_from_before_there_was_a_choice_keep_their_buckets() -> None:

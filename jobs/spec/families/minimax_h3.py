@@ -28,5 +28,6 @@ FAMILY = Family(
         # With the scheduler's 12, as ai-toolkit's web page and AkaneTendo25/musubi-tuner draw.
         "timestep_sampling": "uniform_shift",
         "validation_num_inference_steps": 50,
+        "validation_guidance": 1.0,
     },
 )

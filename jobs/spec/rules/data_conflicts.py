@@ -222,10 +222,10 @@ def sound(spec: JobSpec) -> Conflict | None:
         return None
     for key, usual in (("loss_type", "mse"), ("masked_loss", "none"), ("preservation", "none")):
         if getattr(spec, key) != usual:
-            text = f"{key}: {getattr(spec, key)} is not supported with train_audio; use {usual}"
+            text = f"{getattr(spec, key)} is not supported with train_audio; use {usual}"
             return Conflict(key, text, named=True)
     if spec.regularization_target == "base" and regularizes(spec):
-        text = "regularization_target: base is not supported with train_audio; use images"
+        text = "base is not supported with train_audio; use images"
         return Conflict("regularization_target", text, named=True)
     return None
 
@@ -338,7 +338,7 @@ def _needs(spec: DataPlanKeys) -> Conflict | None:
             named=True,
         )
     bare = [entry for entry in spec.validation_prompts if not entry.conditioning_image]
-    if bare:
+    if bare and not (takes and takes.masks):  # which need two images, see `_count`
         return Conflict(
             "validation_prompts",
             f'"{bare[0].prompt}" has no conditioning image, which the model '

@@ -104,6 +104,11 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         ),
         (
             [],
+            {"model_flavour": "fill", "sample_prompts": ["bare"]},
+            'flags: validation_prompts: "bare" needs an image and its mask; set',
+        ),
+        (
+            [],
             {"model_flavour": "fill", "validation_prompts": "c"},
             '"p" needs an image and its mask; set conditioning_image: [IMAGE, MASK]',
         ),
@@ -199,8 +204,10 @@ def test_what_cannot_be_is_refused(
         values["validation_prompts"] = bare
     elif "validation_prompts" in values:
         values = values | {"validation_prompts": [{"prompt": "p", "conditioning_image": "c"}]}
-    with pytest.raises(SpecError, match=re.escape(words)):
+    with pytest.raises(SpecError, match=re.escape(words)) as refused:
         read(*entries, **values)
+    said = refused.value.message.split(": ")
+    assert len({*said}) == len(said)  # no key is named twice
 
 
 def test_random_masks_matter_where_there_are_no_others() -> None:

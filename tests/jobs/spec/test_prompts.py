@@ -185,6 +185,7 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:
         },
         {"validation_prompts": [{"prompt": "a", "negative_prompt": "b", "true_cfg_scale": 2}]},
         {"validation_fraction": 0.1, "validation_loss_steps": 5, "validation_on_startup": True},
+        {"validation_prompts": ["a"], "model_family": "minimax_h3"},
     ],
 )
 def test_what_has_an_effect_is_not_warned_of(values: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def choices(name: str) -> tuple[str, ...]:
 
 def as_text(name: str, value: Any) -> str:
     """Format a value for an input; `from_text` and the job's reader restore it."""
-    if value is None or value == "" == JobSpec.model_fields[name].default:
+    if value is None or (value in ("", []) and value == JobSpec.model_fields[name].default):
         return ""
     if name == "validation_prompts" and isinstance(value, list):
         return _SEPARATOR.join(map(_prompt, value))

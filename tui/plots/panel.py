@@ -75,7 +75,7 @@ class PlotsPanel(Lines, can_focus=True):
         Key("read_end(1)", "end,G,shift+g", "End", "last", "Move the cursor to the end", False),
         *NUMBER_KEYS,
         Key("everything", "a", "a", "all", "Show all plots, small", False),
-        Key("turn(1)", "n,down,j", "1-9 n", "measure", "Show the next plot"),
+        Key("turn(1)", "n,down,j", "1… n", "measure", "Show the next plot"),
         Key("turn(-1)", "N,shift+n,up,k", "N", "previous", "Show the previous plot", False),
         Key("zoom(0.5)", "plus,equals_sign", "+ -", "zoom", "Zoom in on the x axis"),
         Key("zoom(2.0)", "minus", "-", "zoom out", "Zoom out on the x axis", False),

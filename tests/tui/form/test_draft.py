@@ -27,6 +27,8 @@ GOOD = {"pretrained_model_name_or_path": "m", "dataset": "d", "num_processes": 2
         ("learning_rate", 1e-4, "0.0001"),
         ("max_train_steps", 20, "20"),
         ("lora_alpha", None, ""),
+        ("validation_scores", [], ""),
+        ("keep_in_full_precision", [], "[]"),
         ("validation_prompts", ["a red, round thing", "b"], "a red, round thing | b"),
         (
             "validation_prompts",

@@ -77,11 +77,13 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
     pipeline = str(index.get("_class_name", "?"))
     if pipeline not in family.pipelines:
         fits = [f.name for f in FAMILIES.values() if pipeline in f.pipelines]
+        *others, last = family.pipelines
+        named = f"{', '.join(others)} or {last}" if others else last
         raise SpecError(
             f"{root} is a {pipeline}, not a {family.title} model",
             f"set model_family: {fits[0]}"
             if fits
-            else f"use a model whose pipeline is {' or '.join(family.pipelines)}",
+            else f"use a model whose pipeline is {named}",
         )
     for part in (*_denoisers(spec, family, index), "vae"):
         _check_part(root, part)

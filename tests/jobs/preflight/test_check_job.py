@@ -131,7 +131,7 @@ def test_a_model_of_another_family(
     spec = read(job_values, pretrained_model_name_or_path=str(other))
     assert complaint(spec) == (
         f"{other} is a KandinskyPipeline, not a FLUX.1 model; use a model whose pipeline is "
-        "FluxPipeline or FluxKontextPipeline or FluxControlPipeline"
+        "FluxPipeline, FluxKontextPipeline, FluxControlPipeline or FluxFillPipeline"
     )
 
 

@@ -10,7 +10,8 @@ import pytest
 from jobs import export, service
 from jobs.errors import NotFoundError, SpecError, UserError
 from jobs.queue.states import State
-from jobs.queue.sweeps import winner
+from jobs.queue.sweeps import best_job
+from jobs.run.judging import Measurements
 from jobs.run.checkpoint_files import STATE_FILE
 from jobs.run.rundir import MANIFEST
 from jobs.service import edit, sweep
@@ -146,9 +147,12 @@ def test_every_flavour_for_one_component_has_a_partner() -> None:
 
 
 def test_losses_of_two_experts_are_not_compared() -> None:
-    lows = {1: (10, 0.3), 2: (10, 0.2)}
-    assert winner(lows, {1: {"model_flavour": HIGH}, 2: {"model_flavour": LOW}}) is None
-    assert winner(lows, {1: {"lora_rank": 8}, 2: {"lora_rank": 16}}) == 2
+    losses = {1: Measurements([(10, 0.3)]), 2: Measurements([(10, 0.2)])}
+    scores = {job: Measurements(losses[job].values, "clip_t") for job in losses}
+    experts = {1: {"model_flavour": HIGH}, 2: {"model_flavour": LOW}}
+    assert best_job(losses, experts) is None
+    assert best_job(scores, experts) == 1, "their samples are of both"
+    assert best_job(losses, {1: {"lora_rank": 8}, 2: {"lora_rank": 16}}) == 2
     assert compares_losses([HIGH, HIGH, None])
 
 

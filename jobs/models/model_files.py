@@ -81,9 +81,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
         named = f"{', '.join(others)} or {last}" if others else last
         raise SpecError(
             f"{root} is a {pipeline}, not a {family.title} model",
-            f"set model_family: {fits[0]}"
-            if fits
-            else f"use a model whose pipeline is {named}",
+            f"set model_family: {fits[0]}" if fits else f"use a model whose pipeline is {named}",
         )
     for part in (*_denoisers(spec, family, index), "vae"):
         _check_part(root, part)

@@ -11,8 +11,8 @@ from jobs import export, service
 from jobs.errors import NotFoundError, SpecError, UserError
 from jobs.queue.states import State
 from jobs.queue.sweeps import best_job
-from jobs.run.judging import Measurements
 from jobs.run.checkpoint_files import STATE_FILE
+from jobs.run.judging import Measurements
 from jobs.run.rundir import MANIFEST
 from jobs.service import edit, sweep
 from jobs.service.plan import plan_resume, plan_submit

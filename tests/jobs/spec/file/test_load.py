@@ -362,12 +362,13 @@ def test_what_is_written_is_read_back(
     job = load_spec(None, REQUIRED | values)
     path = tmp_path_factory.getbasetemp() / f"round-trip-{only_set}.yaml"
     path.write_text(dump_spec(job, only_set=only_set), encoding="utf-8")
-    assert load_spec(path) == job
-    assert load_spec(path).digest() == job.digest()
+    again = load_spec(path)
+    assert again == job
+    assert again.digest() == job.digest()
 
 
 @given(values=VALUES)
-@settings(max_examples=60)
+@settings(max_examples=25)  # all keys are written and read back above
 def test_a_job_on_kohya_s_folders_is_read_back_as_it_was_planned(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any]
 ) -> None:

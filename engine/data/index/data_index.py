@@ -166,7 +166,10 @@ class Sample:
     def group(self) -> tuple[Any, ...]:
         """Return what the samples of a batch must share: bucket and conditioning shapes."""
         sizes = tuple(reference.size for reference in self.references)
-        return (self.bucket, sizes, self.from_first) if sizes or self.from_first else self.bucket
+        # Always and never are what they were before there were shares: what checkpoints remember
+        # of their data (`engine.checkpoint.data_facts`) is made of this text.
+        first = self.from_first if 0 < self.from_first < 1 else bool(self.from_first)
+        return (self.bucket, sizes, first) if sizes or first else self.bucket
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,13 @@ def test_what_is_recorded_is_what_older_checkpoints_hold() -> None:
         "draws_per_epoch": 3,
         "digest": "84a46cf295c920c3",
     }
+    pair = [replace(SAMPLES[0], references=(CAT,))]
+    assert facts_of(pair)["digest"] == "f829136a826c79da"
+    # Before there were shares, a first frame was given or not.
+    always = [replace(SAMPLES[0], bucket=(64, 64, 9), from_first=1.0)]
+    assert facts_of(always)["digest"] == "df67ef661a536459"
+    shared = [replace(always[0], from_first=0.5)]
+    assert facts_of(shared)["digest"] != facts_of(always)["digest"]
 
 
 @pytest.mark.parametrize(

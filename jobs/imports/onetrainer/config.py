@@ -68,6 +68,11 @@ def read(path: Path) -> Draft:
 def model(draft: Draft, key: str, value: Any) -> None:
     family, _, flavour = DATA["models"].get(word_of(value), "").partition(" ")
     models.set_family(draft, key, family or None, flavour or None)
+    if flavour == "fill":
+        draft.report.to_fill_in.append(
+            "datasets: set conditioning_suffix: -masklabel where masks are files; images of other "
+            "datasets get random masks"
+        )
 
 
 # -- parts of the model ------------------------------------------------------------------------

@@ -196,6 +196,8 @@ def test_a_bucket_becomes_its_address_without_its_keys(tmp_path: Path) -> None:
     assert paths == ["s3://pottery/bowls", "s3://pottery"]
     assert not imported.report.of(Kind.UNKNOWN)
     assert not any("word" in str(entry) for entry in imported.report.entries)
+    (lost,) = (entry for entry in imported.report.entries if "endpoint" in entry.key)
+    assert (lost.kind, "AWS_ENDPOINT_URL" in lost.why) == (Kind.UNSUPPORTED, True)
 
 
 def test_simpletuner_full_training_on_eight_ranks() -> None:
@@ -738,8 +740,9 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"model_flavour": "schnell"}, {"model_flavour": "schnell"}),
     ({"model_flavour": "libreflux"}, Lost),
     (
-        {"model_flavour": "convrot-int8", "model_family": "minimaxh3"},
-        {"model_flavour": "fl2va", "timestep_sampling": "shift", "flow_shift": 12.0},
+        {"model_flavour": "convrot-int8", "model_family": "minimaxh3", "validation_prompt": "a"},
+        {"model_flavour": "fl2va", "timestep_sampling": "shift", "flow_shift": 12.0}
+        | {"validation_guidance": 1.0},
     ),
     ({"model_flavour": "base-v1.0", "model_family": "anima"}, {"model_flavour": "base-1.0"}),
     ({"fsdp_state_dict_type": "full"}, {"fsdp_state_dict_type": "FULL_STATE_DICT"}),

@@ -173,6 +173,7 @@ SDXL_TEXTS: Final[dict[str, Any]] = {
 }
 ONETRAINER: Final[Cells] = [
     ({"learning_rate": 3e-4}, {"learning_rate": 3e-4}),
+    ({"model_type": "FLUX_FILL_DEV_1"}, {"model_family": "flux", "model_flavour": "fill"}),
     (
         {"learning_rate": 1e-4, "learning_rate_scaler": "BOTH", "batch_size": 4},
         {"learning_rate": 2e-4},

@@ -254,6 +254,8 @@ def _names(entries: list[Entry]) -> list[str]:
     places: dict[str, list[str]] = {}
     for entry in entries:
         place, _, name = entry.key.rpartition(": " if ": " in entry.key else ".")
+        if name.endswith("]") and ": " not in entry.key:  # a file's entry: backend.json[1]
+            place, name = "", entry.key
         places.setdefault(place, []).append(name)
     lines = []
     for place, names in places.items():

@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,6 +117,7 @@ def tokens(family: str, flavour: str, size: tuple[int, int, int]) -> int:
     return (width // step) * (height // step) * _latent_frames(family, frames)
 
 
+@cache
 def shares_of(family: str, flavour: str, size: tuple[int, int, int]) -> Shares:
     """Return the shares of what a job draws that sets nothing but its model.
 

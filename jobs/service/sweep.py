@@ -70,7 +70,9 @@ def check_key(name: str) -> str:
     if name not in field_names():
         raise SpecError(f'sweep: unknown key "{name}"{did_you_mean(name, field_names())}')
     if name in NOT_SWEPT:
-        raise SpecError(f"sweep: {name} cannot be swept; it is made from what differs")
+        made = name in ("name", "sweep")
+        why = "it is made from what differs" if made else "set it for all jobs"
+        raise SpecError(f"sweep: {name} cannot be swept; {why}")
     return name
 
 

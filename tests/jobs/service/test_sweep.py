@@ -80,7 +80,8 @@ def test_values_stand_between_commas(text: str, values: dict[str, list[Any]]) ->
     ("text", "why"),
     [
         ("learning_rte=1,2", 'unknown key "learning_rte".*did you mean "learning_rate"'),
-        ("name=a,b", "name cannot be swept"),
+        ("name=a,b", "name cannot be swept; it is made from"),
+        ("both_experts=yes,no", "both_experts cannot be swept; set it for all"),
         ("seed=", "seed: no values; use seed=A,B,C"),
     ],
 )

@@ -1025,7 +1025,7 @@ def test_this_machines_gpus_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_faked")
 def test_a_gpu_can_be_named_for_each_rank() -> None:
     lora = ("--model_family=flux", "--gradient_checkpointing=true", "--mixed_precision=bf16")
-    words = (*lora, "--train_batch_size=2", "--card", "16,24,24")
+    words = (*lora, "--train_batch_size=2", "--card", "16GB,24 gb,24")
     said = run(*words)
     assert said.exit_code == 0, said.output
     assert "this job, fsdp2 on 3 ranks" in said.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
@@ -57,7 +58,8 @@ def _read_counts(context: click.Context, option: click.Parameter, text: str | No
 def _read_cards(
     context: click.Context, option: click.Parameter, text: str | None
 ) -> tuple[str, ...]:
-    cards = tuple(part.strip().lower() for part in (text or "").split(",") if part.strip())
+    words = (part.strip().lower() for part in (text or "").split(","))
+    cards = tuple(re.sub(r"^(\d+) ?gb$", r"\1", word) for word in words if word)  # as swap_blocks
     if unknown := next((card for card in cards if card not in CARD_ROOMS), None):
         raise click.BadParameter(f'"{unknown}" is not one of {", ".join(CARD_ROOMS)}')
     return cards

@@ -382,6 +382,7 @@ COVERED: Final = {
     Case("fsdp2 2, activation checkpointing", "full", "sgd"),  # LoRA on int8, and full selective
     Case("fsdp2 2, activation checkpointing", "lora", "sgd"),  # on int8
     Case("fsdp2 2, compiled", "full", "sgd"),  # compiled, selective checkpointing
+    Case("fsdp2 2, compiled", "full", "sgd", extra="routed"),  # so, and so routed
     Case("hsdp 2x2, accumulated, of eight", "full", "sgd"),  # with CPU offload
     # Options that need no run of their own: with an average, and with dropped captions.
     Case("fsdp2 2, no reshard", "full", "sgd"),

@@ -50,8 +50,9 @@ def train(rank: int, ranks: int, jobs: list[tuple[str, dict[str, Any], int | Non
     """Run jobs one after the other: `(run directory, values, step to stop at)`."""
     torch.set_num_threads(1)
     pretend_cards()
-    gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values, stop_at in jobs:
+        gc.collect()
+        gc.freeze()  # each job collects garbage several times; what is left of those before is none
         run_dir = RunDir(Path(name))
         run_dir.create()
         spec = load_spec(None, values)

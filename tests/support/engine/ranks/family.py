@@ -30,8 +30,9 @@ def train(rank: int, ranks: int, jobs: dict[str, dict[str, Any]], output: Path) 
         os.dup2(said, stream.fileno())
     torch.set_num_threads(1)
     shrink_edits()
-    gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values in jobs.items():
+        gc.collect()
+        gc.freeze()  # each job collects garbage several times; what is left of those before is none
         run_dir = RunDir(Path(name))
         run_dir.create()
         telemetry = Telemetry(run_dir, rank)

@@ -30,8 +30,9 @@ from tests.support.engine.toy_jobs import pretend_cards
 
 def train(rank: int, ranks: int, cases: Path) -> None:
     pretend_cards()
-    gc.freeze()  # each job collects garbage several times; what was imported is none
     for name, values in json.loads(cases.read_text()).items():
+        gc.collect()
+        gc.freeze()  # each job collects garbage several times; what is left of those before is none
         run_dir = RunDir(Path(name))
         run_dir.create()
         spec = load_spec(None, values)

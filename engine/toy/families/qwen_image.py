@@ -58,7 +58,7 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def _pipeline_of(flavour: str) -> type[Any]:
-    if flavour == "base":
+    if not flavour.startswith("edit"):
         return QwenImagePipeline
     return QwenImageEditPipeline if flavour == "edit" else QwenImageEditPlusPipeline
 

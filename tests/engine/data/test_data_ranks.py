@@ -196,7 +196,8 @@ def test_a_changed_picture_and_a_changed_caption_are_noticed(
     texts = [text for facts in again for text in facts["texts"]]
     assert sorted(texts) == ["a completely different caption", "a new one"]
     (said,) = [line for line in folder.warnings if "last attempt" in line]
-    assert "1 new, 1 changed, 1 with another caption" in said
+    changed = f"1 changed ({first.name}), 1 with another caption ({second.name})"
+    assert f"1 new (new.png), {changed}" in said
 
 
 @pytest.mark.slow

@@ -194,7 +194,6 @@ def _job(rank: int, root: Path, job: dict[str, Any]) -> bool:
     found = counting.found() | {"cpu_seconds": time.process_time() - begun}
     Path(root, f"cuda.{rank}.json").write_text(json.dumps(found))
     gc.collect()
-    gc.freeze()  # what is left is none of the next job's garbage
     return True
 
 

@@ -214,7 +214,7 @@ def test_each_phase_takes_what_was_predicted(
     )
     names = (*(name for name in some if predicted.phase(name) is not None), *names)
     if case == "edit":  # its table of positions, no weight, is more than a toy's optimizer step
-        names = STEPS[:2]
+        names = [*STEPS[:2]]
     for name in names:
         phase = predicted.phase(name)
         assert phase is not None

@@ -46,11 +46,7 @@ class GuidedPipeline(HunyuanVideo15Pipeline):
 
     @wraps(HunyuanVideo15Pipeline.__call__)
     def __call__(self, *words: Any, guidance_scale: float | None = None, **names: Any) -> Any:
-        if guidance_scale is not None:
-            self.guider.guidance_scale = guidance_scale
-        if words or not fill_masks(names, _TEXTS, guided=self.guider.num_conditions > 1):
-            return super().__call__(*words, **names)
-        with _as_trained(self.transformer, image=False):
+        with _guided(self, words, names, guidance_scale):
             return super().__call__(*words, **names)
 
 
@@ -100,13 +96,30 @@ class GuidedImagePipeline(HunyuanVideo15ImageToVideoPipeline):
         width: int | None = None,
         **names: Any,
     ) -> Any:
-        if guidance_scale is not None:
-            self.guider.guidance_scale = guidance_scale
         self.video_processor.size = (height, width) if height and width else None
-        if words or not fill_masks(names, _TEXTS, guided=self.guider.num_conditions > 1):
+        with _guided(self, words, names, guidance_scale):
             return super().__call__(*words, **names)
-        with _as_trained(self.transformer, image=True):
-            return super().__call__(*words, **names)
+
+
+@contextmanager
+def _guided(
+    pipeline: Any, words: Any, names: dict[str, Any], scale: float | None
+) -> Iterator[None]:
+    """Set the guidance scale, if one is given, and add the masks that encoded prompts lack.
+
+    Args:
+        pipeline: One of the two.
+        words: The positional arguments of its call: with any, masks are left as they are.
+        names: The named ones, to which masks are added.
+        scale: The scale.
+    """
+    if scale is not None:
+        pipeline.guider.guidance_scale = scale
+    if words or not fill_masks(names, _TEXTS, guided=pipeline.guider.num_conditions > 1):
+        yield
+        return
+    with _as_trained(pipeline.transformer, image=isinstance(pipeline, GuidedImagePipeline)):
+        yield
 
 
 @contextmanager

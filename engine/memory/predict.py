@@ -197,6 +197,12 @@ def _teams(
     return teams
 
 
+def _most_owned(matrices: int, shards: int, replicas: int) -> tuple[int, int]:
+    """Return how many matrices of a round the first rank owns, and how many its replica does."""
+    ranks = shards * replicas
+    return -(-matrices // ranks), matrices // ranks * shards + min(matrices % ranks, shards)
+
+
 def _of_rounds(shapes: Sequence[tuple[int, int]], width: int, shards: int, replicas: int) -> int:
     """Return the peak memory of orthogonalizing matrices, on the rank that has the most of them.
 
@@ -207,8 +213,7 @@ def _of_rounds(shapes: Sequence[tuple[int, int]], width: int, shards: int, repli
     sizes = []
     for chosen in rounds_of(shapes, ranks):
         (rows, columns), count = shapes[chosen[0]], len(chosen)
-        mine = -(-count // ranks)
-        of_replica = count // ranks * shards + min(count % ranks, shards)
+        mine, of_replica = _most_owned(count, shards, replicas)
         sent = rounded(width * of_replica * -(-rows // shards) * columns)
         gram = rounded(width * mine * min(rows, columns) ** 2)
         # Replicas that own fewer matrices fill up what they send.
@@ -447,8 +452,8 @@ def _exchange(
         together = split * copies
         for chosen in rounds_of(shapes, together):
             (rows, columns), count = shapes[chosen[0]], len(chosen)
-            mine, here = -(-count // together), -(-rows // split)
-            of_replica = count // together * split + min(count % together, split)
+            mine, of_replica = _most_owned(count, split, copies)
+            here = -(-rows // split)
             flops += mine * flops_of((rows, columns))
             sent = here * (of_replica - mine) + (rows - here) * mine  # to the owners, and back
             exchanged += (sent + (copies - 1) * here * of_replica) * columns

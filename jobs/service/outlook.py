@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 _EVERY: Final = 3.0  # seconds between two looks into the future
 _MOST: Final = 100  # queued jobs that are played; what comes later is not known
 _LIKE: Final = 200  # of the newest jobs that were started, those that may be like a queued one
-_CACHES: Final = (
-    "encode",
-    "latents",
-    "sounds",
-    "masks",
-)  # phases that leave nothing to do for the next run
+# Phases that leave nothing to do for the next run.
+_CACHES: Final = ("encode", "latents", "sounds", "masks")
 # Keys that may change the memory, and a pace by no more than a few percent or not at all.
 _SAME_PACE: Final = frozenset(
     {

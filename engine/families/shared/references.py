@@ -78,8 +78,8 @@ def loss_inputs(
 ) -> tuple[torch.Tensor, NoisySample]:
     """Exclude a given first frame from the loss: return prediction and target without it.
 
-    With sound, the prediction is `joint`. It is scaled so that its mean squared error is the sum
-    of those of the video and of the sound.
+    With sound, the prediction is `joint`. It is scaled so that its mean squared error is the
+    video's plus the sound's.
     """
     target = problem.target
     if SOUND in condition:

@@ -68,18 +68,25 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """Return matrices with about the same singular vectors and singular values near 1.
 
     Args:
-        matrices: (k, m, n), changed in place; what they compute in is what the products compute in.
+        matrices: (k, m, n), overwritten: the caller may hold them while this runs, so products
+            that need no new memory go there. What they are in is what the products compute in.
     """
-    tall = matrices.size(1) > matrices.size(2)
+    count, rows, columns = matrices.shape
+    tall = rows > columns
+    found = matrices.mT if tall else matrices
+    short, long = found.shape[1:]
+    found.div_(found.norm(dim=(1, 2), keepdim=True).clamp(min=_EPSILON))
     a, b, c = _COEFFICIENTS
-    if tall:
-        matrices = matrices.mT
-    matrices.div_(matrices.norm(dim=(1, 2), keepdim=True).clamp(min=_EPSILON))
+    free, other = matrices.new_empty(count, short, long), matrices.view(count, short, long)
+    gram, polynomial = matrices.new_empty(2, count, short, short)
     for _ in range(_ITERATIONS):
-        gram = matrices @ matrices.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        matrices = torch.baddbmm(matrices, polynomial, matrices, beta=a)
-    return matrices.mT.contiguous() if tall else matrices
+        torch.bmm(found, found.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        found = torch.baddbmm(found, polynomial, found, beta=a, out=free)
+        free, other = other, free
+    if not tall:
+        return found
+    return free.view(count, rows, columns).copy_(found.mT)
 
 
 class Muon(torch.optim.Optimizer):

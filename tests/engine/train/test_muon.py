@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from engine.memory.tracing.live import BLOCK, Live
 from engine.memory.tracing.model import build, shape_of
+from engine.train.muon import orthogonalize
 from engine.train.optimizer import build_optimizer
 from tests.support.engine.ranks.muon import CPU, LAYOUTS, RANKS, spec_of, tensors, work
 from tests.support.engine.toy_jobs import start_ranks, toy_spec
@@ -53,6 +55,18 @@ def test_the_numbers_are_torchs() -> None:
             optimizer.step()
     assert all(map(torch.equal, ours, theirs))
     assert not any(map(torch.equal, ours, tensors(0)))
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 256), (2, 256, 64), (1, 128, 128)])
+def test_what_the_caller_holds_costs_no_memory(shape: tuple[int, int, int]) -> None:
+    """The interpreter keeps a call's arguments while it traces or compiles, as `torch.compile`."""
+    held = torch.randn(shape)
+    size, gram = held.nbytes, 4 * shape[0] * min(shape[1:]) ** 2
+    with Live() as live, torch.no_grad():
+        live.ignore(held)
+        found = orthogonalize(held)
+    assert size + 2 * gram <= live.most <= size + 2 * gram + 3 * BLOCK
+    assert torch.linalg.svdvals(found).median() == pytest.approx(1, abs=0.3)
 
 
 @pytest.mark.slow

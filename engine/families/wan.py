@@ -1,7 +1,7 @@
 """Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2.
 
-Image-to-video has the first frame, followed by gray ones, in extra channels. In 2.1, an
-image encoder (CLIP) has it as its input too.
+Image-to-video has the first frame, followed by gray ones, in extra channels, and FLF2V the last
+one behind them. In 2.1, an image encoder (CLIP) has them as its input too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _HIGH: Final = "transformer"
 _LOW: Final = "transformer_2"
-_MASKS: Final = 4  # channels: one for each frame of a latent
+_MASKS: Final = 4  # channels: one for each frame of a latent; the first latent is of one frame
 _IMAGE: Final = "image_embeds"
 
 
@@ -93,11 +93,11 @@ class Wan(Family):
     def encode_with_images(
         self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds (512, D)`, and `image_embeds (257, D)` of CLIP."""
+        """`prompt_embeds (512, D)`, and `image_embeds (257, D)` of CLIP, one after the other."""
         text = self.encode(pipeline, prompt, max_sequence_length)["prompt_embeds"]
-        seen = pipeline.encode_image(images[0], text.device)[0]
+        seen = pipeline.encode_image(list(images), text.device)
         filled = functional.pad(text, (0, 0, 0, WITH_FRAME - len(text)))
-        return {"prompt_embeds": filled, _IMAGE: seen.contiguous()}
+        return {"prompt_embeds": filled, _IMAGE: seen.flatten(0, 1).contiguous()}
 
     def predict(
         self,
@@ -109,18 +109,21 @@ class Wan(Family):
     ) -> torch.Tensor:
         if BEGINNING in condition:
             beginning = condition[BEGINNING].to(noisy.dtype)
-            noisy = torch.cat([noisy, _given(beginning), beginning], dim=1)
+            noisy = torch.cat([noisy, self._given(beginning), beginning], dim=1)
         # For TI2V-5B, the pipeline repeats the timestep for each token: it can hold the tokens of a
         # given frame back. Without one this says the same, and takes less memory.
         noisy, mask = insert_first_frame(noisy, condition)
         timestep = level * 1000
         if mask is not None:
             timestep = timestep[:, None] * mask[:, ::2, ::2].flatten()
+        seen = condition.get(_IMAGE)
+        if seen is not None and self.last_frame:  # the model joins each sample's two again
+            seen = seen.unflatten(1, (2, -1)).flatten(0, 1)
         return transformer(
             hidden_states=noisy,
             timestep=timestep,
             encoder_hidden_states=condition["prompt_embeds"],
-            encoder_hidden_states_image=condition.get(_IMAGE),
+            encoder_hidden_states_image=seen,
             return_dict=False,
         )[0]
 
@@ -150,15 +153,29 @@ class Wan(Family):
         parts = {name: part for name, part in pipeline.components.items() if part is not None}
         encoded = (condition or {}).get(_IMAGE)
         if encoded is not None:
-            parts |= {"image_processor": _no_pixels, "image_encoder": _Precomputed(encoded)}
+            each = encoded.unflatten(0, (1 + self.last_frame, -1))
+            parts |= {"image_processor": _no_pixels, "image_encoder": _Precomputed(each)}
         settings = {"boundary_ratio": self._boundary, "expand_timesteps": not self._only_first}
         return WanImageToVideoPipeline(
             **dict.fromkeys(("tokenizer", "text_encoder")) | parts, **settings
         )
 
+    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        last = {"last_image": pictures[1]} if self.last_frame else {}
+        return {"image": pictures[0], **last}
+
+    def _given(self, beginning: torch.Tensor) -> torch.Tensor:
+        """Which frames of latents `(B, C, f, h, w)` are given, `(B, 4, f, h, w)`."""
+        batch, _, *size = beginning.shape
+        mask = beginning.new_zeros(batch, _MASKS, *size)
+        mask[:, :, 0] = 1
+        if self.last_frame:
+            mask[:, -1, -1] = 1
+        return mask
+
     @property
     def _only_first(self) -> bool:
-        """Whether the first frame is in extra channels, and not in its place."""
+        """Whether given frames are in extra channels, and not in their place."""
         return self.pipeline_class() is WanImageToVideoPipeline
 
     @property
@@ -190,12 +207,12 @@ class _Precomputed(torch.nn.Module):
     """In the place of an image encoder whose output is known.
 
     Args:
-        embeds: `(257, D)`.
+        embeds: `(n, 257, D)`.
     """
 
     def __init__(self, embeds: torch.Tensor) -> None:
         super().__init__()
-        self._embeds = embeds.unsqueeze(0)
+        self._embeds = embeds
         self.device = embeds.device  # pipelines ask their modules
 
     def forward(self, **_: Any) -> SimpleNamespace:
@@ -206,14 +223,6 @@ class _Precomputed(torch.nn.Module):
 def _no_pixels(images: Any, return_tensors: str) -> BatchFeature:
     """In the place of its image processor."""
     return BatchFeature({})
-
-
-def _given(beginning: torch.Tensor) -> torch.Tensor:
-    """Which frames of latents `(B, C, f, h, w)` are given: the first, `(B, 4, f, h, w)`."""
-    batch, _, *size = beginning.shape
-    mask = beginning.new_zeros(batch, _MASKS, *size)
-    mask[:, :, 0] = 1
-    return mask
 
 
 FAMILY = Wan

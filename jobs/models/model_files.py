@@ -239,9 +239,9 @@ def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str
 def _check_first_frame(
     spec: JobKeys, family: Family, root: Path, config: Mapping[str, Any]
 ) -> None:
-    """Check that the denoiser takes a first frame the way its flavour does.
+    """Check that the denoiser takes a first frame the way its flavour does, and a last one.
 
-    It may be concatenated with the video in the channels, encoded as an image, or both.
+    They may be concatenated with the video in the channels, encoded as images, or both.
     """
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     flavour = family.flavours.get(flavour_name)
@@ -250,12 +250,7 @@ def _check_first_frame(
     if not flavour.gray_frames or config.get("image_embed_dim") is not None:
         return  # HunyuanVideo 1.5 has the same channels for text alone
     place = f"{component_of(spec)}/config.json"
-    if config.get("pos_embed_seq_len") is not None:
-        raise SpecError(
-            f"{root} makes videos from their first and last frames (pos_embed_seq_len in {place}), "
-            "which cannot be trained",
-            "use a model that takes the first frame alone",
-        )
+    seen = flavour.sees_first_frame and flavour.last_frame  # two images, told apart by positions
     inputs, outputs = config.get("in_channels"), config.get("out_channels")
     # In addition to the video: the channels of the first frame's latents and of its mask.
     expected = outputs and (2 * outputs + _MASKS if flavour.needs_first_frame else outputs)
@@ -263,6 +258,8 @@ def _check_first_frame(
         differs = f"in_channels is {inputs}, not {expected}"
     elif "image_dim" in config and (config["image_dim"] is not None) != flavour.sees_first_frame:
         differs = f"image_dim is {json.dumps(config['image_dim'])}"
+    elif (config.get("pos_embed_seq_len") is not None) != seen:
+        differs = f"pos_embed_seq_len is {json.dumps(config.get('pos_embed_seq_len'))}"
     else:
         return
     raise SpecError(

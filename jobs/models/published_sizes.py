@@ -35,6 +35,7 @@ PARAMETERS: Final[dict[str, int]] = {
     "Qwen/Qwen-Image-Edit-2511": 20_430_401_088,
     "Tongyi-MAI/Z-Image-Turbo": 6_154_908_736,
     "Tongyi-MAI/Z-Image": 6_154_908_736,
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": 16_395_536_704,
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": 16_394_878_784,
     "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": 16_394_878_784,
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1_418_996_800,

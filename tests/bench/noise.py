@@ -54,6 +54,7 @@ SCHEDULERS: Final[dict[str, dict[str, Any]]] = {
     "sana": {"flow_shift": 3.0},
     "sd3": {"shift": 3.0},
     "wan": {"flow_shift": 3.0},
+    "wan:2.1-flf2v-14b-720p": {"flow_shift": 16.0},
     "wan:2.2-ti2v-5b": {"flow_shift": 5.0},
 }
 """Settings of published schedulers, where training has none of its own; the toys have the same."""
@@ -63,6 +64,8 @@ BOUNDARIES: Final = {
     "wan:2.2-t2v-a14b-low": 0.875,
     "wan:2.2-i2v-a14b-high": 0.9,
     "wan:2.2-i2v-a14b-low": 0.9,
+    "wan:2.2-flf2v-a14b-high": 0.9,
+    "wan:2.2-flf2v-a14b-low": 0.9,
 }
 """The sigmas that part the experts."""
 

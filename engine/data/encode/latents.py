@@ -38,7 +38,12 @@ from engine.data.read.images import DECODER, decode
 from engine.data.read.masks import read_mask
 from engine.model.release import Watch, give_back
 from jobs.errors import NotFiniteError, UserError
-from jobs.spec.families import frames_beside, needs_first_frame, references_of
+from jobs.spec.families import (
+    frames_beside,
+    needs_first_frame,
+    needs_last_frame,
+    references_of,
+)
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -96,10 +101,12 @@ class LatentKeys:
         return self._cache.key(content=digest, seconds=seconds, vae=self._sound_vae, **facts)
 
     def beginning(self, sample: int, view: int) -> str:
-        """Return the cache key of a view of a video's first frame, and of gray frames after it."""
+        """Return the cache key of a view of a video's first frame and of what follows it."""
         item = self._index.samples[sample]
         frames = frames_beside(self._spec, item.bucket[2])
         facts = view_of(item, view, self._spec).facts() | {"beginning": frames}
+        if needs_last_frame(self._spec):
+            facts |= {"last_frame": True, "fps": self._spec.fps}
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
     def reference(self, sample: int, view: int, number: int) -> str:
@@ -138,7 +145,7 @@ def prepare_latents(
             drawn[keys.reference(sample, view, number)] = _reference_name(item), read
         if item.from_first and needs_first_frame(spec):
             read = partial(beginning_pixels, item, seen, spec)
-            drawn[keys.beginning(sample, view)] = f"the first frame of {item.name}", read
+            drawn[keys.beginning(sample, view)] = f"the given frames of {item.name}", read
 
     def encode(vae: Any, pixels: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
         colours, mask = pixels[:, :_COLOURS], pixels[:, _COLOURS:]
@@ -323,23 +330,28 @@ def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Ima
     return decode(content)
 
 
-def first_picture(sample: Sample, view: View, spec: DataKeys) -> Image.Image:
-    """Return a view of a video's first frame.
+def given_picture(sample: Sample, number: int, view: View, spec: DataKeys) -> Image.Image:
+    """Return a view of a video's first frame (number 0), or of its last one (1).
 
     Raises:
         UserError: The file changed after it was indexed.
     """
     with _report_unreadable(sample.name):
-        return fit(Image.fromarray(_frames(sample, spec, 1)[0]), view)
+        frames = _frames(sample, spec, sample.bucket[2] if number else 1)
+        return fit(Image.fromarray(frames[-1]), view)
 
 
-def beginning_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
-    """Return a view of a video's first frame, then gray frames: `(1, 3, F, H, W)` in [-1, 1].
+def beginning_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
+    """Return a view of a video's given frames, gray elsewhere: `(1, 3, F, H, W)` in [-1, 1].
 
     Models whose other frames have latents of 0 get the first frame alone.
     """
-    first = _scaled([first_picture(sample, view, spec)])
-    return functional.pad(first, (0, 0, 0, 0, 0, frames_beside(spec, sample.bucket[2]) - 1))
+    first, *last = (
+        _scaled([given_picture(sample, number, view, spec)])
+        for number in range(1 + needs_last_frame(spec))
+    )
+    gray = frames_beside(spec, sample.bucket[2]) - 1 - len(last)
+    return torch.cat([functional.pad(first, (0, 0, 0, 0, 0, gray)), *last], dim=2)
 
 
 def _scaled(frames: Sequence[Image.Image]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 from transformers.utils import is_torchvision_available
 
-from engine.data.encode.latents import first_picture, reference_picture
+from engine.data.encode.latents import given_picture, reference_picture
 from engine.data.encode.tensor_cache import (
     TensorCache,
     find_missing,
@@ -41,7 +41,7 @@ from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from jobs.errors import NotFiniteError
 from jobs.run.events import Freed
-from jobs.spec.families import frames_beside, references_of, sees_images
+from jobs.spec.families import frames_beside, needs_last_frame, references_of, sees_images
 from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.untrusted.text import one_line
 
@@ -408,9 +408,17 @@ def images_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...
         return ()
     shown = view_of(sample, view, spec)
     if sample.from_first:
-        facts = shown.facts() | {"frame": 0}
-        read = partial(first_picture, sample, shown, spec)
-        return (ImageInput(_key(sample.digest, facts), read, f"the first frame of {sample.name}"),)
+        given: list[tuple[str, dict[str, Any]]] = [("first", {"frame": 0})]
+        if needs_last_frame(spec):
+            given.append(("last", {"frame": sample.bucket[2] - 1, "fps": spec.fps}))
+        return tuple(
+            ImageInput(
+                _key(sample.digest, shown.facts() | facts),
+                partial(given_picture, sample, number, shown, spec),
+                f"the {name} frame of {sample.name}",
+            )
+            for number, (name, facts) in enumerate(given)
+        )
     return tuple(
         _of_reference(sample, number, shown, spec) for number in range(len(sample.references))
     )

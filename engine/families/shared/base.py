@@ -95,6 +95,7 @@ class Family(ABC):
         facts: The part of the family that needs no torch (`jobs.spec.families`).
         component: The trained denoiser: its directory, and its name in the pipeline.
         fps: Frames per second, an input of some families' denoisers.
+        last_frame: Whether its videos are made between a first and a last frame.
     """
 
     LORA_TARGETS: str
@@ -144,6 +145,8 @@ class Family(ABC):
     ) -> None:
         self.facts = get_family(name, flavour)
         self.component = self.facts.component_of(flavour)
+        self.last_frame = self.facts.needs_last_frame(flavour)
+        self._trained_shift = self.facts.trained_shift_of(flavour)
         self.fps: float = fps or self.facts.defaults_of(flavour).get("fps", 25.0)
         self._index: Mapping[str, Any] = {}
         self._schedule: Mapping[str, Any] = {}
@@ -321,7 +324,7 @@ class Family(ABC):
     def shift_of(self, height: int, width: int, frames: int = 1) -> float:
         """Return the shift of sigma in training, for latents of this size."""
         tokens = self.tokens_of(height, width, frames)
-        return shifts.trained_shift(self.facts, self._schedule, tokens)
+        return shifts.trained_shift(self._trained_shift, self._schedule, tokens)
 
     def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
         """Return the shift of the stock pipeline's sampler, for latents of this size."""
@@ -329,7 +332,7 @@ class Family(ABC):
 
     def terminal(self) -> float:
         """Return the lowest sigma of draws with the scheduler's shift; usually 0."""
-        return shifts.terminal(self.facts, self._schedule)
+        return shifts.terminal(self._trained_shift, self._schedule)
 
     def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
         """Return the number of the denoiser's tokens for latents of this size.

@@ -22,7 +22,8 @@ FIRST_FRAME: Final = "first_frame"
 BEGINNING: Final = "beginning"
 """Name of the latents `(B, C, f, h, w)` of a video's first frame followed by gray frames.
 
-`(B, C, 1, h, w)` where nothing follows it.
+The last frame is the video's own for models that take it. `(B, C, 1, h, w)` where nothing follows
+the first frame.
 """
 
 

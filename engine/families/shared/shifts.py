@@ -9,29 +9,26 @@ from jobs.spec.families.base import ShiftLine
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from jobs.spec.families.base import Family as Facts
-
-
 # Shifts below this draw the same levels already if they are `stretched`; far above it, fp32 has too
 # few sigmas to stretch them apart.
 _LARGEST: Final = 1000.0
 
 
-def trained_shift(facts: Facts, schedule: Mapping[str, Any], tokens: int) -> float:
+def trained_shift(own: ShiftLine | float | None, schedule: Mapping[str, Any], tokens: int) -> float:
     """Return the shift of training.
 
-    It is the family's own, if its models were trained with another shift than they sample with,
-    else the scheduler's. A shift that depends on the number of tokens is not extrapolated, unless
-    the family says so: outside of the fitted range, use its nearest end.
+    It is the model's own, if it was trained with another shift than it samples with, else the
+    scheduler's. A shift that depends on the number of tokens is not extrapolated, unless the family
+    says so: outside of the fitted range, use its nearest end.
 
     Args:
-        facts: The family's facts.
+        own: The model's own, by its facts; None if it is the scheduler's.
         schedule: The scheduler's settings.
         tokens: The denoiser's tokens per sample.
     """
-    if isinstance(facts.trained_shift, float):
-        return facts.trained_shift
-    line = facts.trained_shift or _line(schedule)
+    if isinstance(own, float):
+        return own
+    line = own or _line(schedule)
     if line is None:
         return _fixed(schedule)
     return min(line.at(tokens, extrapolate=line.endless), _LARGEST)
@@ -51,12 +48,12 @@ def sampler_shift(schedule: Mapping[str, Any], tokens: int) -> float:
     return line.at(tokens, extrapolate=True) if line else _fixed(schedule)
 
 
-def terminal(facts: Facts, schedule: Mapping[str, Any]) -> float:
+def terminal(own: ShiftLine | float | None, schedule: Mapping[str, Any]) -> float:
     """Return the limit of the scheduler's lowest sigma for many steps, by its `shift_terminal`.
 
-    It belongs to the scheduler's shift, so it is 0 for families that train with another.
+    It belongs to the scheduler's shift, so it is 0 for models that train with their own.
     """
-    if facts.trained_shift is not None:
+    if own is not None:
         return 0.0
     return float(schedule.get("shift_terminal") or 0.0)
 

@@ -256,7 +256,8 @@ def caption_shapes(
         case "wan":
             if not config.get("image_dim"):
                 return text("text_dim")
-            seen = {"image_embeds": ((_CLIP_PATCHES, config["image_dim"]), torch.float32)}
+            patches = config.get("pos_embed_seq_len") or _CLIP_PATCHES  # of two images together
+            seen = {"image_embeds": ((patches, config["image_dim"]), torch.float32)}
             return text("text_dim", _FIXED_TEXT) | seen
         case "hunyuanvideo":
             return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask

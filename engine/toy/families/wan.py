@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TEXT_DIM = 64
 IMAGE_DIM = 64
+PATCHES = 257  # of an image that CLIP sees
 HEADS, HEAD_DIM = 8, 16
 LARGE_HEADS = 14  # a token of the larger autoencoder has 192 numbers
 LAYERS = 2
@@ -48,11 +49,13 @@ GAIN = gains(
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
     """Write the model: with two experts for Wan 2.2's A14B, with the other autoencoder for its 5B,
-    with channels for the first frame for image-to-video, and in 2.1 with CLIP besides.
+    with channels for given frames for image-to-video, and in 2.1 with CLIP besides.
 
-    Both flavours of an A14B are one model.
+    All flavours of an A14B are one model.
     """
-    large, experts, from_image = "5b" in flavour, "a14b" in flavour, "-i2v" in flavour
+    large, experts = "5b" in flavour, "a14b" in flavour
+    last = "-flf2v" in flavour
+    from_image = last or "-i2v" in flavour
     sees = from_image and not experts
     tokenizer = build_t5_tokenizer(parts.captions())
     vae = _build_vae(seed, **(LARGE_VAE if large else {}))
@@ -60,11 +63,13 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
         num_train_timesteps=1000,
-        flow_shift=5.0 if large else 3.0,
+        flow_shift=16.0 if last and sees else 5.0 if large else 3.0,
     )
     heads = (LARGE_HEADS if large else HEADS) * hidden_scale
     channels = vae.config.z_dim
     image_inputs = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": heads * HEAD_DIM} if sees else {}
+    if last and sees:
+        image_inputs["pos_embed_seq_len"] = 2 * PATCHES
     beside = {"in_channels": 2 * channels + 4, **image_inputs} if from_image else {}
     kind = WanImageToVideoPipeline if from_image else WanPipeline
     pipeline = kind(

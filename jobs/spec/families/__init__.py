@@ -38,6 +38,7 @@ __all__ = [
     "get_family",
     "latent_step_of",
     "needs_first_frame",
+    "needs_last_frame",
     "references_of",
     "sees_images",
     "takes_first_frame",
@@ -138,7 +139,8 @@ def experts_of(spec: JobKeys) -> tuple[str, str] | None:
     entry = FAMILIES.get(spec.model_family)
     flavours = entry.flavours if entry is not None else {}
     if own := flavours.get(spec.model_flavour or ""):
-        both = [name for name, flavour in flavours.items() if flavour.hub_id == own.hub_id]
+        inputs = {name: (each.hub_id, each.last_frame) for name, each in flavours.items()}
+        both = [name for name in inputs if inputs[name] == (own.hub_id, own.last_frame)]
     else:
         both = _named_flavours(spec.model_family, spec.pretrained_model_name_or_path)
     return (both[0], both[1]) if len({flavours[name].component for name in both}) == 2 else None
@@ -192,6 +194,12 @@ def needs_first_frame(spec: JobKeys) -> bool:
     """Whether a job's model requires a first frame."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.needs_first_frame(spec.model_flavour)
+
+
+def needs_last_frame(spec: JobKeys) -> bool:
+    """Whether a job's model requires a last frame as well."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.needs_last_frame(spec.model_flavour)
 
 
 def frames_beside(spec: JobKeys, frames: int) -> int:

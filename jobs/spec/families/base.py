@@ -65,6 +65,7 @@ class Flavour:
         note: What tells it from the others, in a few words.
         guidance: How `validation_guidance` works, where that is otherwise than in its family.
         latent_step: The family's, where it is another.
+        trained_shift: The family's, where it is another.
         undistilled: The flavour that it was distilled from, to few steps.
         marks: Entries of its model_index.json that tell it from the others; what is not there is
             false.
@@ -72,7 +73,8 @@ class Flavour:
         first_frame: Whether it makes videos from their first frame.
         needs_first_frame: Whether it makes no others. It has it in channels of its own then, for
             all frames, and not in the place of the first.
-        sees_first_frame: Whether an image encoder reads it too.
+        last_frame: Whether it is given the last frame as well, in the same channels.
+        sees_first_frame: Whether an image encoder reads it too, and the last one if there is one.
         gray_frames: Whether gray frames follow it in those channels. Without, the latents of all
             other frames are 0, and the image encoder sees it as large as the video.
         longest_text: The most tokens of a text; None for any number.
@@ -86,11 +88,13 @@ class Flavour:
     note: str = ""
     guidance: Guidance | None = None
     latent_step: int | None = None
+    trained_shift: float | None = None
     undistilled: str | None = None
     marks: Mapping[str, Any] = field(default_factory=dict)
     references: References | None = None
     first_frame: bool = False
     needs_first_frame: bool = False
+    last_frame: bool = False
     sees_first_frame: bool = False
     gray_frames: bool = True
     longest_text: int | None = None
@@ -231,6 +235,11 @@ class Family:
         entry = self.flavours.get(flavour or "")
         return (entry.latent_step if entry else None) or self.latent_step
 
+    def trained_shift_of(self, flavour: str | None) -> ShiftLine | float | None:
+        """Return the shift that training a flavor draws with; None for its scheduler's."""
+        entry = self.flavours.get(flavour or "")
+        return (entry.trained_shift if entry else None) or self.trained_shift
+
     def references_of(self, flavour: str | None) -> References | None:
         """How a flavour takes conditioning images; None if it takes none."""
         entry = self.flavours.get(flavour or "")
@@ -250,6 +259,11 @@ class Family:
         """Whether a flavour makes no other videos."""
         entry = self.flavours.get(flavour or "")
         return entry is not None and entry.needs_first_frame
+
+    def needs_last_frame(self, flavour: str | None) -> bool:
+        """Whether a flavour makes videos between their first and their last frame."""
+        entry = self.flavours.get(flavour or "")
+        return entry is not None and entry.last_frame
 
     def sees_images(self, flavour: str | None) -> bool:
         """Whether what a flavour is conditioned on goes through an encoder of texts or images."""

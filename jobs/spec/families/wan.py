@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2 of Alibaba, text to video and first frame to video."""
+"""Wan 2.1 and 2.2 of Alibaba: text, first frame, or first and last frame to video."""
 
 from typing import Final
 
@@ -44,6 +44,19 @@ FAMILY = Family(
             sees_first_frame=True,
             longest_text=WITH_FRAME,
         ),
+        "2.1-flf2v-14b-720p": Flavour(
+            "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",
+            defaults={"resolution": 960},
+            # Its scheduler's 16 is for few steps of sampling; DiffSynth-Studio trains it with 5.
+            trained_shift=5.0,
+            note="720p, first and last frame to video",
+            marks=_I2V | {"boundary_ratio": False},
+            first_frame=True,
+            needs_first_frame=True,
+            last_frame=True,
+            sees_first_frame=True,
+            longest_text=WITH_FRAME,
+        ),
         "2.2-ti2v-5b": Flavour(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
             defaults={
@@ -85,6 +98,25 @@ FAMILY = Family(
             marks=_I2V | {"boundary_ratio": 0.9},
             first_frame=True,
             needs_first_frame=True,
+        ),
+        "2.2-flf2v-a14b-high": Flavour(
+            "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+            defaults=_I2V_EXPERTS,
+            note="the same expert for high noise, first and last frame to video",
+            marks=_I2V | {"boundary_ratio": 0.9},
+            first_frame=True,
+            needs_first_frame=True,
+            last_frame=True,
+        ),
+        "2.2-flf2v-a14b-low": Flavour(
+            "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+            component="transformer_2",
+            defaults=_I2V_EXPERTS,
+            note="the same expert for low noise, first and last frame to video",
+            marks=_I2V | {"boundary_ratio": 0.9},
+            first_frame=True,
+            needs_first_frame=True,
+            last_frame=True,
         ),
     },
     context_parallel=True,

@@ -14,6 +14,7 @@ from jobs.spec.families import (
     FAMILIES,
     latent_step_of,
     needs_first_frame,
+    needs_last_frame,
     references_of,
     takes_first_frame,
     widened_of,
@@ -256,6 +257,7 @@ DATA_RULES = (
 # Invalid conditioning images; a part of `jobs.spec.rules.conflicts`.
 
 
+_BOTH_FRAMES = 2  # conditioning images of a prompt whose model takes a first and a last frame
 _WITH_MASK = 2  # conditioning images of a prompt whose model fills in a part of the first
 
 
@@ -274,7 +276,7 @@ def _not_taken(spec: DataPlanKeys) -> Conflict | None:
             return Conflict(
                 "datasets",
                 f"{family.title} takes no {named}; remove it: the model trains from the first "
-                "frame of each video"
+                f"{'and the last ' if needs_last_frame(spec) else ''}frame of each video"
                 if always
                 else f"{family.title} takes no {named}; to train from the first frame of each "
                 "video, set first_frame: true instead",
@@ -295,6 +297,8 @@ def _which_take(family: Family) -> str:
 def _first_frame(spec: DataPlanKeys) -> Conflict | None:
     family = FAMILIES.get(spec.model_family)
     if family is None or takes_first_frame(spec):
+        if needs_last_frame(spec):
+            return None  # see `_needs`
         several = [
             entry for entry in spec.validation_prompts if len(entry.conditioning_image or ()) > 1
         ]
@@ -337,6 +341,15 @@ def _needs(spec: DataPlanKeys) -> Conflict | None:
             "dataset with regularization: true",
             named=True,
         )
+    if needs_last_frame(spec):
+        for entry in spec.validation_prompts:
+            if len(entry.conditioning_image or ()) != _BOTH_FRAMES:
+                return Conflict(
+                    "validation_prompts",
+                    f'"{entry.prompt}" needs a first and a last frame; '
+                    "set conditioning_image: [FIRST, LAST]",
+                    named=True,
+                )
     bare = [entry for entry in spec.validation_prompts if not entry.conditioning_image]
     if bare and not (takes and takes.masks):  # which need two images, see `_count`
         return Conflict(

@@ -281,8 +281,14 @@ def test_a_video_cut_off_before_its_first_frame_is_refused(tmp_path: Path) -> No
         assert len(refusal(path)) < 60
 
 
-@pytest.mark.parametrize("flavour", ["2.1-i2v-14b-480p", "2.2-i2v-a14b-low", "2.2-ti2v-5b"])
-def test_image_to_video_is_given_the_first_frame(
+@pytest.mark.parametrize(
+    "flavour",
+    [
+        *("2.1-i2v-14b-480p", "2.2-i2v-a14b-low", "2.2-ti2v-5b"),
+        *("2.1-flf2v-14b-720p", "2.2-flf2v-a14b-low"),
+    ],
+)
+def test_image_to_video_is_given_the_first_frame_and_maybe_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flavour: str
 ) -> None:
     """In channels of its own, and of one model to an encoder of images too."""
@@ -308,13 +314,15 @@ def test_image_to_video_is_given_the_first_frame(
     view = view_of(sample, 0, spec)
     whole, begun = to_pixels(sample, view, spec), beginning_pixels(sample, view, spec)
     assert whole.shape == begun.shape
-    assert torch.equal(begun[:, :, 0], whole[:, :, 0])
-    assert not begun[:, :, 1:].any(), "gray"
+    given = [0, -1] if "flf2v" in flavour else [0]
+    assert torch.equal(begun[:, :, given], whole[:, :, given])
+    assert not begun[:, :, 1 : 6 - len(given)].any(), "gray"
     looks = images_of(sample, 0, spec)
-    assert len(looks) == int(flavour.startswith("2.1"))
-    for look in looks:
+    assert len(looks) == (len(given) if flavour.startswith("2.1") else 0)
+    assert len({look.key for look in looks}) == len(looks)
+    for look, place in zip(looks, given, strict=False):
         seen = torch.from_numpy(np.array(look.read())).permute(2, 0, 1) / 127.5 - 1
-        assert torch.equal(seen, whole[0, :, 0])
+        assert torch.equal(seen, whole[0, :, place])
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])

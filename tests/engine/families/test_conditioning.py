@@ -281,7 +281,11 @@ def test_a_first_frame_is_held_as_in_the_pipeline(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low", "hunyuanvideo15:480p-i2v"]
+    "name",
+    [
+        *("wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low", "hunyuanvideo15:480p-i2v"),
+        *("wan:2.1-flf2v-14b-720p", "wan:2.2-flf2v-a14b-high"),
+    ],
 )
 @torch.no_grad()
 def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
@@ -289,10 +293,11 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
 ) -> None:
     """What the model is given of it, and what it predicts from that."""
     case = Case(name, toys_root(tmp_path_factory))
-    picture = min(one for one in case.paths.data.glob("*.png") if is_square(one))
+    picture, last = sorted(one for one in case.paths.data.glob("*.png") if is_square(one))[:2]
+    given = [str(picture), str(last)][: 1 + case.family.last_frame]
     frames = 2 * (case.frames - 1) + 1
     request = case.request(
-        resolution=case.side, num_frames=frames, conditioning_image=str(picture), guidance=1.0
+        resolution=case.side, num_frames=frames, conditioning_image=given, guidance=1.0
     )
     pipeline, calls = case.stock(), []
     denoiser = getattr(pipeline, case.family.component)
@@ -301,13 +306,13 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
     )
     case.run(pipeline, request, output_type="latent")
     vae = case.family.load_vae(case.paths.model, torch.float32).eval()
-    image = case.pictures(request)[0].resize((case.side, case.side), Image.Resampling.LANCZOS)
-    pixels = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
     after = frames_beside(case.spec(), frames) - 1
-    behind = (0, 0, 0, 0, 0, after)
-    beginning = case.family.encode_pictures(
-        vae, torch.nn.functional.pad(pixels[None, :, None] / 127.5 - 1, behind)
-    )
+    pixels = torch.zeros(1, 3, 1 + after, case.side, case.side)
+    for place, one in zip((0, -1), case.pictures(request), strict=False):
+        image = one.resize((case.side, case.side), Image.Resampling.LANCZOS)
+        shown = torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
+        pixels[:, :, place] = shown / 127.5 - 1
+    beginning = case.family.encode_pictures(vae, pixels)
     text = batch_of(case.encoded(PROMPT, request=request)) | {BEGINNING: beginning}
     counted = text_cache(case.spec(), case.paths.model, 1)
     image_encoder = getattr(case.text, "image_encoder", None)

@@ -110,6 +110,8 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     if case.takes is not None or case.first_frame:
         pictures = case.paths.data if case.first_frame else case.paths.control
         prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
+        if case.facts.needs_last_frame(case.flavour):
+            prompt["conditioning_image"].append(str(max(pictures.glob("*.png"))))
         if case.takes is not None and case.takes.masks:
             prompt["conditioning_image"].insert(0, str(max(case.paths.data.glob("*.png"))))
     heard: dict[str, Any] = {}

@@ -129,7 +129,7 @@ EDIT: Final = {
 CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "kontext": ("flux:kontext", SHARDED),
     "edit": ("qwen_image:edit-2509", SHARDED | EDIT),
-    "image to video": ("wan:2.1-i2v-14b-480p", SHARDED | FULL | {"train_batch_size": 1}),
+    "image to video": ("wan:2.1-flf2v-14b-720p", SHARDED | FULL | {"train_batch_size": 1}),
 }
 
 

@@ -617,6 +617,10 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         Needless,
     ),
     ({"flow_schedule_shift": 3, "model_family": "sdxl"}, Needless),
+    (
+        {"model_flavour": "flf2v-14b-2.1", "model_family": "wan"},
+        {"model_flavour": "2.1-flf2v-14b-720p"},
+    ),
     ({"flow_sigmoid_scale": 0.8}, {"logit_std": 0.8}),
     ({"flux_guidance_value": 2}, {"train_guidance": 2.0}),
     ({"noise_offset": 0}, Needless),

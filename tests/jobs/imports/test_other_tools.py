@@ -564,6 +564,10 @@ PIPE: Final[Cells] = [
     ({"model__llm_adapter_lr": 1e-5, "model__type": "anima"}, Lost),
     ({"model__diffusers_path": "a/FLUX.1-Kontext-dev"}, {"model_flavour": "kontext"}),
     (
+        {"model__ckpt_path": "m/Wan2.1-FLF2V-14B-720P", "model__type": "wan"},
+        {"model_flavour": "2.1-flf2v-14b-720p"},
+    ),
+    (
         {"model__ckpt_path": "m/Wan2.2-I2V-A14B/low_noise_model", "model__type": "wan"},
         Lost,
     ),

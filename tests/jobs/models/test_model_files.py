@@ -183,7 +183,7 @@ def test_the_index_tells_what_is_distilled(
     assert text is None if advice is None else str(text).endswith(f"set model_flavour: {advice}")
 
 
-I2V = "2.1-i2v-14b-480p"
+I2V, FLF2V = "2.1-i2v-14b-480p", "2.1-flf2v-14b-720p"
 BESIDE: dict[str, Any] = WAN | {"in_channels": 36, "out_channels": 16}
 
 
@@ -191,7 +191,10 @@ BESIDE: dict[str, Any] = WAN | {"in_channels": 36, "out_channels": 16}
     ("flavour", "config", "said"),
     [
         (I2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": None}, None),
-        (I2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": 514}, "first and last frames"),
+        (I2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": 514}, "pos_embed_seq_len is 514"),
+        (FLF2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": 514}, None),
+        (FLF2V, BESIDE | {"image_dim": 1280}, "pos_embed_seq_len is null"),
+        (FLF2V, BESIDE | {"image_dim": None}, "in transformer/config.json, image_dim is null"),
         (I2V, BESIDE | {"image_dim": None}, "in transformer/config.json, image_dim is null"),
         (I2V, BESIDE | {"in_channels": 16}, "in_channels is 16, not 36"),
         ("2.1-t2v-14b", BESIDE, "is not Wan 2.1-t2v-14b: in transformer/config.json, in_channels"),
@@ -205,7 +208,7 @@ def test_the_denoiser_tells_how_it_takes_a_first_frame(
     config: dict[str, Any],
     said: str | None,
 ) -> None:
-    kind = "WanImageToVideoPipeline" if flavour == I2V else "WanPipeline"
+    kind = "WanImageToVideoPipeline" if flavour in (I2V, FLF2V) else "WanPipeline"
     text = complaint("wan", model(kind, transformer=config), model_flavour=flavour)
     assert text is None if said is None else said in str(text)
 

@@ -117,8 +117,8 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             [{"path": "d", "do_i2v": True}],
             {"model_family": "wan", "model_flavour": "2.1-t2v-14b"},
             "Wan 2.1-t2v-14b cannot be trained with first_frame; choose model_flavour: "
-            "2.1-i2v-14b-480p or 2.1-i2v-14b-720p or 2.2-ti2v-5b or 2.2-i2v-a14b-high or "
-            "2.2-i2v-a14b-low",
+            "2.1-i2v-14b-480p or 2.1-i2v-14b-720p or 2.1-flf2v-14b-720p or 2.2-ti2v-5b or "
+            "2.2-i2v-a14b-high or 2.2-i2v-a14b-low or 2.2-flf2v-a14b-high or 2.2-flf2v-a14b-low",
         ),
         (
             [{"path": "d", "conditioning_path": "c"}],
@@ -165,6 +165,17 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             [],
             {"model_family": "wan", "model_flavour": I2V, "sample_prompts": ["bare"]},
             '"bare" has no conditioning image, which the model needs; set conditioning_image',
+        ),
+        *(
+            (
+                [],
+                {"model_family": "wan", "model_flavour": "2.1-flf2v-14b-720p", **prompts},
+                f'"{named}" needs a first and a last frame; set conditioning_image: [FIRST, LAST]',
+            )
+            for named, prompts in (
+                ("bare", {"sample_prompts": ["bare"]}),
+                ("p", {"validation_prompts": "c"}),
+            )
         ),
         (
             [],

@@ -61,7 +61,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 # Layouts that make nothing without conditioning images.
 CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509"),
-    *("wan:2.2-i2v-a14b-low", "wan:2.1-i2v-14b-480p"),
+    *("wan:2.2-i2v-a14b-low", "wan:2.1-flf2v-14b-720p"),
     *("flux:control", "flux:canny", "flux:fill"),
     "hunyuanvideo15:480p-i2v",
 )

@@ -147,6 +147,10 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "720p-t2v": "hunyuan-video-1.5",
         "480p-i2v": "hunyuan-video-1.5-i2v",
         "720p-i2v": "hunyuan-video-1.5-i2v",
+        "480p-t2v-distilled": "hunyuan-video-1.5",
+        "480p-i2v-distilled": "hunyuan-video-1.5-i2v",
+        "720p-i2v-distilled": "hunyuan-video-1.5-i2v",
+        "480p-i2v-step-distilled": "hunyuan-video-1.5-i2v",
     },
 }
 # The code base that defines the names used in kohya's and ComfyUI's files.

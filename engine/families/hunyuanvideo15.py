@@ -155,6 +155,10 @@ class HunyuanVideo15(Family):
         """From text alone, the model gets zeros for a first frame, its mask and its embedding.
 
         All tokens of the embedding are masked then, and so there are none here.
+
+        Step-distilled models (MeanFlow) predict the mean velocity from one time to another, which
+        samples are given as the next step's. Where both are one, it is the velocity that the loss
+        is of.
         """
         batch, channels, *size = noisy.shape
         text, glyphs = condition[_TEXT], condition[_GLYPHS]
@@ -166,12 +170,14 @@ class HunyuanVideo15(Family):
             first_frame[:, -1, 0] = 1  # which frame is given
             image = condition[_IMAGE].to(text.dtype)
         masked = mask is not None or glyphs_mask is not None
+        times = level * 1000
         with without_waiting(
             transformer, refined=mask is not None, masked=masked, image=BEGINNING in condition
         ):
             return transformer(
                 hidden_states=torch.cat([noisy, first_frame], dim=1),
-                timestep=level * 1000,
+                timestep=times,
+                timestep_r=times if transformer.config.use_meanflow else None,
                 encoder_hidden_states=text,
                 encoder_attention_mask=mask_or_ones(mask, text),
                 encoder_hidden_states_2=glyphs,

@@ -123,8 +123,9 @@ def without_waiting(
         mode = partial(_Unsorted if masked else _Whole, image=image)
         begins = transformer.image_embedder.register_forward_hook
         stack.enter_context(window(begins, transformer.transformer_blocks[0], mode))
-        embedder = transformer.time_embed.timestep_embedder
-        hooks = [embedder.register_forward_pre_hook(_as_weights)]
+        times = transformer.time_embed
+        embedders = (times.timestep_embedder, times.timestep_embedder_r)
+        hooks = [e.register_forward_pre_hook(_as_weights) for e in embedders if e is not None]
         if not refined:
             refiner = transformer.context_embedder
             hooks.append(refiner.register_forward_pre_hook(refine_unmasked))

@@ -46,10 +46,11 @@ GAIN = gains(
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
     """Write the model: for 720p with another size and shift, as published.
 
-    Image-to-video has SigLIP as well, of as many tokens as published.
+    Image-to-video has SigLIP as well, of as many tokens as published. Step-distilled models have
+    the shift of 720p, and a second time.
     """
-    large, from_image = "720p" in flavour, "i2v" in flavour
-    shift = (7.0 if from_image else 9.0) if large else 5.0
+    large, from_image, meanflow = (word in flavour for word in ("720p", "i2v", "step"))
+    shift = (7.0 if from_image else 9.0) if large or meanflow else 5.0
     vae = _build_vae(seed)
     tokenizer = build_qwen_tokenizer(parts.captions(), _template(vae))
     glyph_tokenizer = ByT5Tokenizer()
@@ -58,12 +59,14 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     pipeline = kind(
         text_encoder=build_qwen2_5_vl_text(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
-        transformer=_build_transformer(seed, HEADS * hidden_scale, 960 if large else 640),
+        transformer=_build_transformer(
+            seed, HEADS * hidden_scale, target_size=960 if large else 640, use_meanflow=meanflow
+        ),
         vae=vae,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
         text_encoder_2=build_t5(glyph_tokenizer, GLYPH_DIM, seed=seed),
         tokenizer_2=glyph_tokenizer,
-        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        guider=ClassifierFreeGuidance(guidance_scale=1.0 if "distilled" in flavour else 6.0),
         **seeing,
     )
     parts.save(pipeline, model_dir, dtype)
@@ -84,7 +87,7 @@ def _template(vae: AutoencoderKLHunyuanVideo15) -> str:
     )
 
 
-def _build_transformer(seed: int, heads: int, target_size: int) -> HunyuanVideo15Transformer3DModel:
+def _build_transformer(seed: int, heads: int, **config: Any) -> HunyuanVideo15Transformer3DModel:
     transformer = parts.random_model(
         HunyuanVideo15Transformer3DModel,
         seed=seed,
@@ -105,8 +108,8 @@ def _build_transformer(seed: int, heads: int, target_size: int) -> HunyuanVideo1
         image_embed_dim=IMAGE_DIM,
         rope_theta=256.0,
         rope_axes_dim=ROTARY_AXES,
-        target_size=target_size,
         task_type="t2v",
+        **config,
     )
     for block in transformer.transformer_blocks:
         for norm in (block.norm1, block.norm1_context):

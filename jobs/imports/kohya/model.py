@@ -79,8 +79,11 @@ def model_of(draft: Draft, script: str, family: str) -> tuple[str | None, str | 
             return _wan(draft, task or "t2v-14b", place)
         case "hv_1_5_train_network":
             size = "720p" if "720" in place else "480p"
-            here = task in ("", "t2v", "i2v")
-            return (family, f"{size}-{task or 't2v'}") if here else (None, f"--task {task}")
+            if task not in ("", "t2v", "i2v"):
+                return None, f"--task {task}"
+            flavour = f"{size}-{task or 't2v'}{'-distilled' * ('distil' in place)}"
+            has_it = flavour in FAMILIES[family].flavours and "step-distil" not in place
+            return (family, flavour) if has_it else (None, f"--dit {draft.get('dit')}")
     if draft.number("dit_in_channels") not in (None, 16):
         return None, "--dit_in_channels other than 16"
     return family, None

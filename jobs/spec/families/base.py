@@ -66,7 +66,7 @@ class Flavour:
         guidance: How `validation_guidance` works, where that is otherwise than in its family.
         latent_step: The family's, where it is another.
         trained_shift: The family's, where it is another.
-        undistilled: The flavour that it was distilled from, to few steps.
+        undistilled: The flavour that it was distilled from, to few steps or to need no guidance.
         marks: Entries of its model_index.json that tell it from the others; what is not there is
             false.
         references: How it takes conditioning images; by default as the family does.

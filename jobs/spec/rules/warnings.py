@@ -98,7 +98,7 @@ def _odd_rates(spec: JobSpec) -> list[str]:
 
 
 def _distilled(spec: RecipeKeys) -> str:
-    """Warn about training a few-step distilled model; "" if it is none."""
+    """Warn about training a model that is distilled to few steps or to need no guidance."""
     family = FAMILIES.get(spec.model_family)
     flavour = family.flavours.get(spec.model_flavour or "") if family else None
     if family is None or flavour is None or flavour.undistilled is None:
@@ -108,8 +108,10 @@ def _distilled(spec: RecipeKeys) -> str:
     adapter = (
         "set training_adapter if one is published for it, " if spec.model_type == "lora" else ""
     )
+    fewer = "validation_num_inference_steps" in flavour.defaults
+    what = "few steps" if fewer else "need no guidance"
     return (
-        f"model_flavour: {family.title} {spec.model_flavour} is distilled to few steps, and "
+        f"model_flavour: {family.title} {spec.model_flavour} is distilled to {what}, and "
         f"training gradually undoes that; train {flavour.undistilled}, whose LoRAs often work with "
         f"both, {adapter}or stop as soon as samples are good"
     )

@@ -283,7 +283,7 @@ def test_a_first_frame_is_held_as_in_the_pipeline(
 @pytest.mark.parametrize(
     "name",
     [
-        *("wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low", "hunyuanvideo15:480p-i2v"),
+        *("wan:2.1-i2v-14b-480p", "wan:2.2-i2v-a14b-low", "hunyuanvideo15:480p-i2v-step-distilled"),
         *("wan:2.1-flf2v-14b-720p", "wan:2.2-flf2v-a14b-high"),
     ],
 )
@@ -291,7 +291,10 @@ def test_a_first_frame_is_held_as_in_the_pipeline(
 def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """What the model is given of it, and what it predicts from that."""
+    """What the model is given of it, and what it predicts from that.
+
+    Step-distilled models predict for the step's end, which is its beginning in training.
+    """
     case = Case(name, toys_root(tmp_path_factory))
     picture, last = sorted(one for one in case.paths.data.glob("*.png") if is_square(one))[:2]
     given = [str(picture), str(last)][: 1 + case.family.last_frame]
@@ -325,6 +328,10 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
     assert calls
     for told, expected in list(calls):
         inputs = told["hidden_states"]
+        if told.get("timestep_r") is not None:
+            with_end, told = expected, told | {"timestep_r": told["timestep"]}
+            expected = denoiser(**told)[0]
+            assert not torch.allclose(expected, with_end, rtol=1e-2, atol=1e-2)
         noisy, given = inputs.split([16, inputs.shape[1] - 16], dim=1)
         there = given[:, 4:] if after else given[:, :-1, :1]
         assert torch.allclose(there, beginning, rtol=1e-3, atol=1e-3)

@@ -118,10 +118,11 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "hunyuanvideo-community/HunyuanVideo": ("HunyuanVideoTransformer3DModel", 12_821_012_544),
     **dict.fromkeys(
         (
-            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
-            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
-            "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+            f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{kind}"
+            for kind in (
+                *("480p_i2v", "480p_i2v_distilled", "480p_i2v_step_distilled"),
+                *("480p_t2v", "480p_t2v_distilled", "720p_i2v", "720p_i2v_distilled", "720p_t2v"),
+            )
         ),
         ("HunyuanVideo15Transformer3DModel", 8.33e9),
     ),

@@ -666,7 +666,10 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"model_flavour": "i2v-480p", "model_family": "hunyuanvideo"},
         {"model_flavour": "480p-i2v"},
     ),
-    ({"model_flavour": "i2v-480p-distilled", "model_family": "hunyuanvideo"}, Lost),
+    (
+        {"model_flavour": "i2v-480p-distilled", "model_family": "hunyuanvideo"},
+        {"model_flavour": "480p-i2v-distilled"},
+    ),
     ({"model_flavour": "2.3-dev", "model_family": "ltxvideo2"}, {"model_flavour": "2.3-22b"}),
     ({"model_flavour": "2.5-dev", "model_family": "ltxvideo2"}, Lost),
     ({"model_flavour": "edit-v3", "model_family": "qwen_image"}, {"model_flavour": "edit-2511"}),

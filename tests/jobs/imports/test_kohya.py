@@ -189,6 +189,12 @@ TRAINED: Final = [
         "lora",
     ),
     ("hv_1_5_train_network.py --task i2v --dit a", "hunyuanvideo15", "480p-i2v", "lora"),
+    (
+        "hv_1_5_train_network.py --task i2v --dit 720p_i2v_cfg_distilled.safetensors",
+        "hunyuanvideo15",
+        "720p-i2v-distilled",
+        "lora",
+    ),
     ("qwen_image_train_network.py --dit a --edit_plus", "qwen_image", "edit-2509", "lora"),
     ("qwen_image_train.py --dit a --model_version edit-2511", "qwen_image", "edit-2511", "full"),
     ("qwen_image_train.py --dit qwen_image_2512_bf16.safetensors", "qwen_image", "2512", "full"),
@@ -249,6 +255,10 @@ def test_muon_is_taken_and_a_rate_of_another_scale_is_said(command: str) -> None
         ("wan_train_network.py --task i2v-14B-FC --dit a", "--task i2v-14b-fc is not supported"),
         ("wan_train_network.py --task flf2v-14B --dit a", "--task flf2v-14b is not supported"),
         ("hv_1_5_train_network.py --task sr --dit a", "--task sr is not supported"),
+        (
+            "hv_1_5_train_network.py --task i2v --dit 480p_i2v_step_distilled",
+            "--dit 480p_i2v_step_distilled is not supported",
+        ),
         ("hv_train_network.py --dit a --dit_in_channels 32", "other than 16 is not supported"),
         ("qwen_image_train_network.py --model_version layered --dit a", "layered is not supported"),
         ("--network_dim 4 --dit a", "no script is named, and no network_module"),

@@ -543,6 +543,8 @@ def test_training_a_model_of_few_steps_is_warned_about(name: str) -> None:
         if facts.undistilled:
             assert facts.undistilled in family.flavours
             assert f"train {facts.undistilled}," in warned[0]
+            what = "few steps" if steps < 50 else "need no guidance"
+            assert f"is distilled to {what}, and" in warned[0]
             assert "training_adapter" in warned[0]
             values = {"model_family": name, "model_flavour": flavour, "training_adapter": "a"}
             assert not any("distilled" in text for text in find_warnings(read(**values)))

@@ -63,7 +63,7 @@ CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509"),
     *("wan:2.2-i2v-a14b-low", "wan:2.1-flf2v-14b-720p"),
     *("flux:control", "flux:canny", "flux:fill"),
-    "hunyuanvideo15:480p-i2v",
+    "hunyuanvideo15:480p-i2v-step-distilled",
 )
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.

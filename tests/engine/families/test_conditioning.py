@@ -455,7 +455,22 @@ def test_the_loss_is_of_what_is_not_given() -> None:
     left, of = loss_inputs(prediction, problem, {FIRST_FRAME: target[:, :, :1]})
     assert left.shape == of.target.shape == (2, 3, 3, 2, 2)
     assert float((left - of.target).square().mean()) == pytest.approx((1 + 4 + 9) / 3)
-    assert loss_inputs(prediction, problem, {})[0] is prediction
+    for given in ({}, {BEGINNING: target[:, :, :1]}):  # beside the video, all of it is predicted
+        assert loss_inputs(prediction, problem, given)[0] is prediction
+
+
+def test_a_mask_has_a_channel_for_each_pixel_of_a_cell() -> None:
+    """Row by row; from gray 128 on it is white, and what it covers is gray."""
+    gray = np.zeros((16, 24), np.uint8)
+    gray[9, 21], gray[9, 20] = 128, 127
+    masked = masked_pixels(torch.ones(1, 3, 16, 24), Image.fromarray(gray))
+    assert (masked[0, :, 9, 21].tolist(), masked[0, :, 9, 20].tolist()) == (
+        [0, 0, 0, 1],
+        [1, 1, 1, 0],
+    )
+    channels = mask_channels(masked[:, 3:], torch.zeros(16, 2, 3))
+    assert channels.shape == (64, 2, 3)
+    assert channels.nonzero().tolist() == [[8 * 1 + 5, 1, 2]]
 
 
 @pytest.mark.parametrize("from_first", [False, True])

@@ -141,3 +141,16 @@ def test_a_job_may_draw_as_the_pipeline_samples(tmp_path: Path) -> None:
     family = families.load("lumina2", None, tmp_path)
     drawn = build_objective(spec, family, tmp_path)
     assert drawn.shift_for(torch.zeros(1, 16, 128, 128)) == 6.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("share", "sigma"), [(0.01, 0.2266), (0.1, 0.4544), (0.5, 0.75), (0.9, 0.9153), (0.99, 0.9685)]
+)
+def test_hunyuanvideo15_draws_as_the_authors_train(
+    share: float, sigma: float, tmp_path: Path
+) -> None:
+    """Quantiles of `TimestepSampler` and `timestep_transform` in their train.py, run once."""
+    spec = JobSpec(model_family="hunyuanvideo15", model_flavour="480p-i2v")
+    objective = build_objective(spec, families.load("hunyuanvideo15"), tmp_path)
+    latents = torch.zeros(1, 32, 31, 30, 53)
+    assert objective.level_at(share, latents) == pytest.approx(sigma, abs=1e-4)

@@ -27,7 +27,7 @@ from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
 from jobs.spec.noise_levels import SHIFTED
 from jobs.spec.values.field import KeyFacts, facts_of
-from jobs.spec.values.spellings import as_none
+from jobs.spec.values.spellings import as_bool, as_none
 
 _WHOLE: Final = 100  # minimum number of keys in a complete job
 _UNSET: Final = "deepspeed_config"  # a key without a value that only complete jobs contain
@@ -82,14 +82,14 @@ class JobSpec(
         """Give keys without a value (`lora_alpha:`) their default, which may depend on the family.
 
         A missing `model_flavour` may be derived from the model's name. An empty one stays empty, so
-        that every job can be written and read back. True is no number, as a YAML file may have it
-        for `on`; pydantic would read it as 1.
+        that every job can be written and read back. The words for no are the number 0, in YAML
+        as in flags; those for yes are no number.
         """
         if not isinstance(data, dict):
             return data
         data = upgraded(data)
         given = {
-            key: "true" if value is True and _is_number(key) else value
+            key: _unworded(value) if _is_number(key) else value
             for key, value in data.items()
             if value is not None
         }
@@ -247,6 +247,13 @@ def _is_number(name: str) -> bool:
     """Return whether a field holds a number and nothing else, except perhaps no value."""
     field = JobSpec.model_fields.get(name)
     return field is not None and field.annotation in (int, float, int | None, float | None)
+
+
+def _unworded(value: Any) -> Any:
+    """Return False, which pydantic reads as 0, for the words for no; what it refuses for True."""
+    if isinstance(value, str) and as_bool(value) is False:
+        return False
+    return "true" if value is True else value
 
 
 def takes_many(name: str) -> bool:

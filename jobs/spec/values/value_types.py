@@ -132,10 +132,9 @@ def read_state_dict_type(value: Any) -> Any:
 
 
 def read_wrap_policy(value: Any) -> Any:
-    """Read a wrap policy; `transformer_based`, `size`, `no`, `none` or a callable's dotted path."""
+    """Read a wrap policy: `transformer_based`, `size`, `no`, or the dotted path of a callable."""
     policies = get_args(WrapPolicy)
-    none = isinstance(value, str) and spellings.unquoted(value).strip().lower() == "none"
-    policy = _by_stem("no" if none else value, policies, "_wrap", "_based_wrap")
+    policy = _by_stem(spellings.as_choice(value, ("no",)), policies, "_wrap", "_based_wrap")
     if policy in policies:
         return policy
     if isinstance(value, str) and _DOTTED.fullmatch(path := spellings.unquoted(value)):

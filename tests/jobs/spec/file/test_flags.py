@@ -9,6 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from hypothesis import example, given, settings
+from pydantic import ValidationError
 
 from jobs import service
 from jobs.errors import SpecError
@@ -16,6 +17,7 @@ from jobs.queue.states import State
 from jobs.service.plan import plan_resume
 from jobs.spec.file.flags import parse_flags, to_flags
 from jobs.spec.file.load import dump_spec, load_spec
+from jobs.spec.job_spec import JobSpec, field_names
 from jobs.spec.rules.warnings import find_warnings
 from tests.support.jobs.checkpoints import save_checkpoint
 from tests.support.jobs.spec_strategies import REQUIRED, VALUES
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.queue.store import Store
-    from jobs.spec.job_spec import JobSpec
 
 BASE = ["--pretrained_model_name_or_path=m", "--dataset=d"]
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -560,6 +561,28 @@ def test_what_is_said_in_our_words_is_not_told(line: str) -> None:
 def test_what_runs_otherwise_is_warned_about(line: str, warning: str) -> None:
     (found,) = find_warnings(read(line))
     assert found.startswith(warning)
+
+
+def outcome(key: str, values: dict[str, Any]) -> Any:
+    """What a job has of a key's value; an error if it is refused."""
+    try:
+        return getattr(JobSpec(**values), key)
+    except ValidationError as error:
+        return error
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false"])
+def test_a_word_for_no_means_the_same_in_a_file_and_in_a_flag(word: str) -> None:
+    """Of every key, but for those of text, which take the word itself as a flag."""
+    for key in field_names():
+        in_file = outcome(key, yaml.safe_load(f"{key}: {word}"))
+        flag = outcome(key, parse_flags([f"--{key}={word}"])[0])
+        if not isinstance(in_file, ValidationError):
+            assert flag == in_file, key
+        elif not isinstance(flag, ValidationError):
+            assert word in str(flag), key
+    assert outcome("max_grad_norm", {"max_grad_norm": word}) == 0
+    assert outcome(POLICY, {POLICY: word}) == NOTHING
 
 
 def test_the_table_is_long() -> None:

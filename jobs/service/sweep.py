@@ -160,14 +160,19 @@ def expand(
             spec = settle(read(given))
             parts = {"": spec}
             if spec.both_experts and (flavours := experts_of(spec)):
-                given |= {"both_experts": False, "other_expert": None}
+                if spec.other_expert:
+                    raise SpecError(
+                        "both_experts: the two jobs will name each other as the other expert",
+                        "remove other_expert, or both_experts to queue one job",
+                    )
+                given["both_experts"] = False
                 parts = {
                     flavour.rpartition("-")[2]: settle(read(given | {"model_flavour": flavour}))
                     for flavour in flavours
                 }
                 made.pairs.append((len(made.specs), len(made.specs) + 1))
         except SpecError as error:
-            where = f"sweep, {words}" if words else f"sweep {group}"
+            where = f"sweep, {words}" if words else base
             raise SpecError(f"{where}: {error.message}", error.hint) from None
         for expert, spec in parts.items():
             read_back = spec.to_dict()

@@ -101,10 +101,12 @@ def heading_row(name: str, views: Sequence[JobView], shape: Shape, *, folded: bo
 
 
 def _is_pair(views: Sequence[JobView]) -> bool:
-    """Return whether the jobs differ in nothing but which expert of the model they train."""
-    if any([*view.differs] != ["model_flavour"] for view in views):
-        return False
-    return not compares_losses(view.differs["model_flavour"] for view in views)
+    """Return whether the jobs are two that train one expert of a model each.
+
+    One of them may have been resumed with other values since.
+    """
+    flavours = [view.differs.get("model_flavour") for view in views]
+    return len(views) == 2 and not compares_losses(flavours)
 
 
 def sweep_row(

@@ -101,6 +101,8 @@ def test_both_experts_are_queued_by_one_flag(
     words = (*words, "--model_family=wan", f"--pretrained_model_name_or_path={root}")
     words = (*words, "--model_flavour=2.2-t2v-a14b-high")
     assert shell(*words, "--dry-run")[:2] == (0, "cats-high\ncats-low\n")
+    code, _, err = shell(*words, "--other-expert", "3")
+    assert (code, "will name each other" in err, "remove other_expert" in err) == (2, True, True)
     assert store.all() == []
     code, out, err = shell(*words)
     assert (code, out) == (0, "1\n2\n")

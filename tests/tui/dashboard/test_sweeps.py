@@ -117,13 +117,26 @@ async def test_one_key_plots_all_of_a_sweep_that_has_trained(
         await until(pilot, lambda: any("belongs to no sweep" in text for text in said(app)))
 
 
-def test_a_heading_says_that_jobs_train_both_experts(store: Store) -> None:
-    flavours = ("2.2-t2v-a14b-high", "2.2-t2v-a14b-low")
+@pytest.mark.parametrize(
+    ("values", "title"),
+    [
+        ([("high", {}), ("low", {})], "both experts  2 jobs · model_flavour"),
+        ([("high", {"seed": 1}), ("low", {"seed": 2})], "both experts  2 jobs · model_flavour, "),
+        ([(kind, {"seed": n}) for n in (1, 2) for kind in ("high", "low")], "sweep  4 jobs"),
+        ([("high", {"seed": 1}), ("high", {"seed": 2})], "sweep  2 jobs"),
+    ],
+)
+def test_a_heading_says_that_jobs_train_both_experts(
+    store: Store, values: list[tuple[str, dict[str, int]]], title: str
+) -> None:
+    """Also of a pair of which one was resumed with another value; two pairs are a sweep."""
     views = [
-        JobView(add_job(store, f"cats-{n}"), differs={"model_flavour": flavour})
-        for n, flavour in enumerate(flavours)
+        JobView(
+            add_job(store, f"cats-{n}"), differs={"model_flavour": f"2.2-t2v-a14b-{kind}", **others}
+        )
+        for n, (kind, others) in enumerate(values)
     ]
     heading = "".join(
         span.text for span in heading_row("cats", views, shape_of(views, 120), folded=False)
     )
-    assert heading.startswith("▾ cats both experts  2 jobs · model_flavour")
+    assert heading.startswith(f"▾ cats {title}")

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from jobs.memory.question import Server
     from jobs.memory.ranking import Ranking
     from jobs.memory.seconds import Link, Seconds
-    from jobs.spec.job_spec import JobSpec, RecipeKeys
+    from jobs.spec.job_spec import JobSpec
 
     Found = Predicted | Refused
 
@@ -435,8 +435,8 @@ def needs_of(spec: JobSpec, predicted: Predicted) -> list[Need]:
     if machine := predicted.host.get("machine"):
         needs.append(Need("host memory", machine, min(memory.available, host_bytes())))
     if run := _run_bytes(predicted):
-        unknown = periodic_saves(spec) is None and spec.checkpoints_total_limit is None
-        saves = "one checkpoint (their number depends on the data)" if unknown else "checkpoints"
+        saves = "one checkpoint (their number depends on the data)"
+        saves = "checkpoints" if _counts_saves(spec) else saves
         needs.append(Need(f"disk for {saves} and the export", run, _free(state_home())))
     if cached := predicted.disk.get("cache"):
         folder = Path(spec.cache_dir) if spec.cache_dir else cache_home()
@@ -452,14 +452,17 @@ class Pair:
         steps: Of each job; None if they depend on data that is not counted yet.
         hours: Of each job, without samples and saves; None if steps or rates are unknown.
         disk: Bytes of both jobs' checkpoints and exports.
+        counted: Whether `disk` has all checkpoints that a job keeps; else one of each, since their
+            number depends on the data.
     """
 
     steps: int | None
     hours: tuple[float, float] | None
     disk: int
+    counted: bool = True
 
 
-def pair_of(spec: RecipeKeys, predicted: Predicted, ranking: Ranking | str) -> Pair | None:
+def pair_of(spec: JobSpec, predicted: Predicted, ranking: Ranking | str) -> Pair | None:
     """Return what the pair takes; None if the job is for one expert only."""
     if not (spec.both_experts and experts_of(spec)):
         return None
@@ -467,7 +470,12 @@ def pair_of(spec: RecipeKeys, predicted: Predicted, ranking: Ranking | str) -> P
     if steps is not None and not isinstance(ranking, str):
         seconds = ranking.own.seconds
         hours = steps * seconds.low / 3600, steps * seconds.high / 3600
-    return Pair(steps, hours, 2 * _run_bytes(predicted))
+    return Pair(steps, hours, 2 * _run_bytes(predicted), _counts_saves(spec))
+
+
+def _counts_saves(spec: JobSpec) -> bool:
+    """Return whether the number of checkpoints that a run keeps is known without its data."""
+    return periodic_saves(spec) is not None or spec.checkpoints_total_limit is not None
 
 
 def _run_bytes(predicted: Predicted) -> int:

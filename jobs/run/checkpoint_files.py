@@ -209,8 +209,14 @@ def _there_are(run_dir: RunDir, step: int | None) -> str:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's training state (`STATE_FILE`); empty if it cannot be read."""
-    return read_json(path / STATE_FILE) or {}
+    """Return a checkpoint's training state (`STATE_FILE`); empty if it cannot be read.
+
+    Its `spec`, the job, is a mapping if it is there.
+    """
+    state = read_json(path / STATE_FILE) or {}
+    if not isinstance(state.get("spec"), dict):
+        state.pop("spec", None)
+    return state
 
 
 def find_damage(

@@ -289,7 +289,8 @@ def pair_text(pair: Pair | None) -> str:
             f"{span(2 * low, 2 * high)} h one after the other, without samples and saves"
         )
     if pair.disk:
-        lines.append(f"  disk for checkpoints and exports of both: {size(pair.disk)}")
+        saves = "checkpoints" if pair.counted else "one checkpoint each"
+        lines.append(f"  disk for {saves} and exports of both: {size(pair.disk)}")
     return "\n".join(lines)
 
 

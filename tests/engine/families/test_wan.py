@@ -223,6 +223,9 @@ def test_without_a_readable_checkpoint_of_the_other_job_the_base_is_sampled(
     place = other.checkpoint(4)
     place.mkdir(parents=True)
     (place / MANIFEST).write_text(json.dumps({"step": 4, "files": {}}))
+    for damaged in ([], "x", ["a"], {"model_type": 3}):
+        (place / STATE_FILE).write_text(json.dumps({"spec": damaged}))
+        assert find_other_expert(run) is None
     state = {"spec": Case(HIGH, root).spec(lora_rank=4).to_dict(), "ema": True}
     (place / STATE_FILE).write_text(json.dumps(state))
     expert = find_other_expert(run)

@@ -167,6 +167,7 @@ def test_a_pair_takes_twice_the_disk_and_says_the_hours_of_each(
     text = pair_text(pair)
     assert ("1.0-2.0 h at the same time" in text) == (hours is not None)
     assert ("2.0-4.0 h one after the other" in text) == (hours is not None)
-    assert "of both: 8.0 GiB" in text
+    saves = "one checkpoint each" if "num_train_epochs" in steps else "checkpoints"
+    assert f"disk for {saves} and exports of both: 8.0 GiB" in text
     assert pair_of(spec.model_copy(update={"both_experts": False}), own, ranked) is None
     assert pair_text(None) == ""

@@ -30,7 +30,7 @@ from jobs.run.rundir import read_json, sync, write_atomic
 from jobs.units import named_counts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from jobs.spec.values.hub_names import StoreUrl
 
@@ -410,3 +410,72 @@ def compare(before: str, url: StoreUrl) -> str:
             "changed": sorted(path for path in old.keys() & new.keys() if old[path] != new[path]),
         }
     )
+
+
+# -- earlier snapshots --------------------------------------------------------------------
+
+_RETIRED: Final = ".old"  # in place of `.json`: no job takes this snapshot any more
+
+
+def outdated_files(root: Path, kept: Collection[str]) -> list[Path]:
+    """Return the files that belong to earlier snapshots only, in an order to delete them.
+
+    Args:
+        root: The directory of an address.
+        kept: Digests of snapshots that count as needed; the newest always does.
+    """
+    links: dict[str, dict[Path, Path]] = {}  # snapshot → link → object
+    needed: set[Path] = set()
+    try:
+        newest = (root / "current").read_text(encoding="utf-8").strip()
+        for snapshot in (root / "snapshots").iterdir():
+            own = {link: _object_of(link) for link in snapshot.rglob("*") if link.is_symlink()}
+            if snapshot.name in (newest, *kept) or _listing(root, snapshot.name) is None:
+                needed.update(own.values())
+            else:
+                links[snapshot.name] = own
+    except OSError:  # there is none, or what it needs cannot be seen
+        return []
+    objects = {each for own in links.values() for each in own.values()} - needed
+    return [
+        *sorted(path for path in objects if path.exists()),
+        *(link for own in links.values() for link in own),
+        *filter(None, (_listing(root, digest) for digest in links)),
+    ]
+
+
+def delete_outdated(root: Path, kept: Collection[str]) -> list[int]:
+    """Delete what `outdated_files` returns, and return the size of each file.
+
+    A process that is killed meanwhile leaves no snapshot that looks complete and is not.
+
+    Raises:
+        OSError: A file cannot be deleted.
+    """
+    if not outdated_files(root, kept):
+        return []
+    sizes = []
+    with open(root / "lock", "a") as lock:
+        if not file_lock.acquire(lock):  # a fetch may use any of the objects
+            return []
+        outdated = outdated_files(root, kept)
+        listings = [path for path in outdated if path.suffix == ".json"]
+        for listing in listings:
+            os.replace(listing, listing.with_suffix(_RETIRED))
+        for path in outdated:
+            own = path.with_suffix(_RETIRED) if path in listings else path
+            sizes.append(own.lstat().st_size)
+            own.unlink()
+            if own.suffix == _RETIRED:
+                shutil.rmtree(root / "snapshots" / own.stem, ignore_errors=True)
+    return sizes
+
+
+def _object_of(link: Path) -> Path:
+    return Path(os.path.normpath(link.parent / link.readlink()))
+
+
+def _listing(root: Path, digest: str) -> Path | None:
+    """Return the file that lists a snapshot; None while it is being made."""
+    places = (root / f"{digest}{suffix}" for suffix in (_RETIRED, ".json"))
+    return next((place for place in places if place.exists()), None)

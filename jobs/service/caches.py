@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from jobs import service
 from jobs.errors import StateError, UserError
+from jobs.hub.stores import delete_outdated, outdated_files
 from jobs.models import blocks
 from jobs.paths import cache_home
-from jobs.queue.states import ACTIVE
+from jobs.queue.states import ACTIVE, State
 from jobs.spec.file.load import load_spec
+from jobs.spec.values.hub_names import read_pins
 from jobs.spec.values.spellings import did_you_mean
 
 if TYPE_CHECKING:
@@ -33,8 +35,10 @@ _TITLES: Final = {
     "webdataset": "unpacked archives of datasets",
     "tables": "copies of datasets' parquet files",
     "stores": "datasets fetched from object stores",
+    "old_stores": "earlier versions of those that no unfinished job reads",
 }
-_NOT_FOR_JOBS: Final = ("detection",)
+_NOT_FOR_JOBS: Final = ("detection", "old_stores")
+_OLD: Final = "old_stores"  # files below the place of "stores", which do not count there
 _IGNORE_CACHE_DIR: Final = ("tables", "stores")  # regardless of a job's cache_dir
 
 
@@ -44,7 +48,7 @@ class Cache:
 
     Attributes:
         name: Its name on the command line: detection, latents, masks, class_images, text, index,
-            webdataset, tables, stores.
+            webdataset, tables, stores, old_stores.
         title: Its contents, in a few words.
         path: Its file or directory, which need not exist.
         bytes: Its size.
@@ -69,11 +73,16 @@ class Cleared:
 
 def list_caches(store: Store) -> list[Cache]:
     """Return all caches; takes seconds if there are very many files."""
-    return [_measure(name) for name in _TITLES]
+    old = {path for root, kept in _stores(store) for path in outdated_files(root, kept)}
+    files = {name: _files(name) for name in _TITLES}
+    files |= {"stores": (path for path in _files("stores") if path not in old), _OLD: iter(old)}
+    return [_measure(name, files[name]) for name in _TITLES]
 
 
 def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared:
     """Delete the contents of caches.
+
+    Clearing `stores` also clears `old_stores`, whose objects they share.
 
     Args:
         store: The jobs.
@@ -89,6 +98,8 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
         _check_unused(store, chosen)
     size = count = 0
     stuck: list[OSError] = []
+    if _OLD in chosen:
+        size, count = _clear_old(store, stuck)
     for name in chosen:
         for path in _files(name):
             try:
@@ -110,6 +121,36 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
     return Cleared(tuple(chosen), size, count)
 
 
+def _clear_old(store: Store, stuck: list[OSError]) -> tuple[int, int]:
+    """Delete earlier copies; return their bytes and files, and add what cannot be deleted."""
+    sizes: list[int] = []
+    for root, kept in _stores(store):
+        try:
+            sizes += delete_outdated(root, kept)
+        except OSError as error:
+            stuck.append(error)
+    return sum(sizes), len(sizes)
+
+
+def _stores(store: Store) -> list[tuple[Path, set[str]]]:
+    """Return the directory of each address, and the copies that unfinished jobs have begun with.
+
+    A job that is queued for the first time will read the newest one. Where it is unknown what a job
+    reads, there is no directory.
+    """
+    read: dict[Path, set[str]] = {}
+    for job in store.all():
+        if job.state is State.COMPLETED:
+            continue
+        pins = read_pins(job.run_dir.root)
+        if pins is None:
+            return []
+        for url, digest in pins.items():
+            read.setdefault(url.root, set()).add(digest)
+    roots = [path for path in _place("stores").glob("*") if path.is_dir()]
+    return [(root, read.get(root, set())) for root in roots]
+
+
 def _valid_names(names: Sequence[str]) -> list[str]:
     if not names or "all" in names:
         return list(_TITLES)
@@ -118,7 +159,7 @@ def _valid_names(names: Sequence[str]) -> list[str]:
             raise UserError(
                 f'no cache "{name}"{did_you_mean(name, _TITLES)}; known: {", ".join(_TITLES)}'
             )
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys([*names, *([_OLD] if "stores" in names else [])]))
 
 
 def _check_unused(store: Store, names: Sequence[str]) -> None:
@@ -145,12 +186,14 @@ def _may_use(job: Job, name: str) -> bool:
 
 
 def _place(name: str) -> Path:
-    return blocks.cache_file() if name == "detection" else cache_home() / name
+    if name == "detection":
+        return blocks.cache_file()
+    return cache_home() / ("stores" if name == _OLD else name)
 
 
-def _measure(name: str) -> Cache:
+def _measure(name: str, files: Iterator[Path]) -> Cache:
     size = count = 0
-    for path in _files(name):
+    for path in files:
         try:
             size += path.lstat().st_size
         except OSError:  # deleted in the meantime
@@ -164,6 +207,8 @@ def _files(name: str) -> Iterator[Path]:
     place = _place(name)
     if name == "detection":
         yield from [place] if place.is_file() else []
+        return
+    if name == _OLD:
         return
     for folder, folders, files in os.walk(place):
         yield from (Path(folder, file) for file in files)

@@ -241,8 +241,15 @@ def pin_snapshots(names: Iterable[HubName], run_root: Path) -> None:
 
 def use_pins(run_root: Path) -> None:
     """Let this process read the snapshots that a run has recorded."""
-    pins = read_json(run_root / _PINS) or {}
-    _pins.update({StoreUrl.of(url): str(digest) for url, digest in pins.items()})
+    _pins.update(read_pins(run_root) or {})
+
+
+def read_pins(run_root: Path) -> dict[StoreUrl, str] | None:
+    """Return the digests of the snapshots that a run has recorded; None if they are unreadable."""
+    pins = read_json(run_root / _PINS)
+    if pins is None:
+        return None if (run_root / _PINS).exists() else {}
+    return {StoreUrl.of(url): str(digest) for url, digest in pins.items()}
 
 
 def is_offline() -> bool:

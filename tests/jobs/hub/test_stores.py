@@ -19,6 +19,7 @@ from jobs.hub import fetch as fetching
 from jobs.hub import fetches, listing, stores
 from jobs.hub.trouble import HubError, explain
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, question
+from jobs.machine import file_lock
 from jobs.preflight.data import check_dataset
 from jobs.queue.states import State
 from jobs.service.caches import clear, list_caches
@@ -29,6 +30,7 @@ from jobs.spec.values.datasets import datasets_of
 from jobs.spec.values.hub_names import HubName, StoreUrl, pin_snapshots, use_pins, why_refused
 from tests.conftest import plain_png
 from tests.support.hub.objects import Objects, serve_objects
+from tests.support.tui.made_up_runs import add_job
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from jobs.hub.fetches import Fetch
-    from jobs.queue.store import Store
+    from jobs.queue.store import Job, Store
 
 _SMALL = 1000  # bytes of a range in these tests
 
@@ -286,6 +288,92 @@ def test_local_and_remote_datasets_mix(
     assert check_dataset(spec) == 6
     (note, _) = [line for line in plan_submit(store, spec).warnings if "is used as" in line]
     assert note.startswith(f"{url} is used as it was on ")
+
+
+def _began(store: Store, state: State, url: StoreUrl) -> Job:
+    """A job in a state, which has begun with the newest copy."""
+    job = add_job(store, state=state)
+    pin_snapshots([url], job.run_dir.root)
+    return job
+
+
+def test_earlier_copies_are_cleared_but_for_those_that_jobs_need(
+    bucket: Objects, store: Store
+) -> None:
+    """One that ended early may be resumed, and needs its copy too."""
+    bucket.objects = cats(1)
+    url = url_of(bucket)
+    folders, jobs = [], []
+    for state in (State.COMPLETED, State.RUNNING, State.STOPPED, State.QUEUED, None):
+        bucket.objects["cats/0.txt"] = f"caption of a job that is {state}".encode()
+        folders.append(fetch(url))
+        if state is not None:
+            jobs.append(_began(store, state, url))
+    contents = [tree_of(folder) for folder in folders]
+
+    def measured() -> dict[str, Any]:
+        return {cache.name: cache for cache in list_caches(store)}
+
+    before = measured()
+    links = len(contents[0])
+    assert before["old_stores"].files == links + 2, "with the listing and the caption"
+    cleared = clear(store, ["old_stores"])
+    assert (cleared.bytes, cleared.files) == (before["old_stores"].bytes, links + 2)
+    assert [folder.exists() for folder in folders] == [False, True, True, True, True]
+    assert [tree_of(folder) for folder in folders[1:]] == contents[1:]
+    after = measured()
+    assert after["old_stores"].files == 0
+    assert after["stores"] == before["stores"]
+    assert url.find() == folders[-1]
+    pins = jobs[1].run_dir.root / "stores.json"
+    pins.write_text("damaged")
+    assert clear(store, ["old_stores"]).files == 0, "nobody knows what it reads"
+    pins.unlink()
+    assert clear(store, ["old_stores"]).files == links + 2
+    sent = bucket.sent
+    bucket.objects["cats/0.txt"] = b"caption of a job that is completed"
+    assert tree_of(fetch(url)) == contents[0]
+    assert bucket.sent - sent == len(bucket.objects["cats/0.txt"])
+
+
+def test_a_killed_clearing_leaves_no_half_copy(
+    bucket: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.objects = cats(1)
+    url = url_of(bucket)
+    first = fetch(url)
+    bucket.objects["cats/0.txt"] = b"another"
+    second = fetch(url)
+    whole = tree_of(second)
+    for last in itertools.count(1):
+        calls = itertools.count(1)
+        with monkeypatch.context() as patch:
+            for place, name in ((os, "replace"), (pathlib.Path, "unlink")):
+                real = getattr(place, name)
+
+                def change(
+                    *words: Any, real: Any = real, last: int = last, calls: Any = calls
+                ) -> Any:
+                    if next(calls) == last:
+                        raise Killed
+                    return real(*words)
+
+                patch.setattr(place, name, change)
+            try:
+                clear(store, ["old_stores"])
+            except Killed:
+                assert not url.has(first.parent.name) or last == 1
+                assert tree_of(second) == whole
+                continue
+        break
+    assert last > 1
+    assert sorted(path.name for path in url.root.glob("snapshots/*")) == [second.parent.name]
+    assert len(list(url.root.glob("objects/*/*"))) == len(whole)
+    assert tree_of(second) == whole
+    with open(url.root / "lock", "a") as lock:
+        assert file_lock.acquire(lock)
+        bucket.objects["cats/0.txt"] = b"a third"
+        assert stores.delete_outdated(url.root, ()) == [], "a fetch is under way"
 
 
 class Killed(BaseException):

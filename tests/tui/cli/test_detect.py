@@ -216,7 +216,16 @@ def start(store: Store, values: dict[str, Any], **changes: Any) -> int:
 
 def test_sizes_are_told(run: Run, filled: Path) -> None:
     listed = {one["name"]: one for one in json.loads(run("cache", "list", "--json")[1])}
-    known = {"detection", "latents", "text", "index", "webdataset", "tables", "stores"}
+    known = {
+        "detection",
+        "latents",
+        "text",
+        "index",
+        "webdataset",
+        "tables",
+        "stores",
+        "old_stores",
+    }
     assert listed.keys() == known | {"masks", "sounds", "class_images"}
     assert (listed["latents"]["bytes"], listed["latents"]["files"]) == (100, 2)
     assert listed["text"]["path"] == str(filled / "text")

@@ -1,4 +1,5 @@
 """The real supervisor, with a fake launcher and shorter waits.
+
 Importing what it needs takes far longer than most of the jobs of tests do. So `python supervise.py`
 is a server that has imported it and forks supervisors, for the tests of a process and whatever
 they start.
@@ -31,14 +32,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+# All that a supervisor imports: what is missing here, each one imports by itself, which takes ten
+# times as long as everything else that it does.
+from jobs.backends.local import dispatch, ranks, report  # noqa: F401
+from jobs.backends.local.__main__ import supervise
+from jobs.launch import Launch
+from jobs.machine.processes import RUN_ID_VARIABLE, ProcessId
+from jobs.queue.store import SERVICE, Store
+from jobs.run.rundir import RunDir
+from jobs.spec.rules.strategy import world_size
+from jobs.supervise import supervisor
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import pytest
 
-    from jobs.launch import Launch
     from jobs.queue.store import Job
-    from jobs.run.rundir import RankStatus, RunDir
+    from jobs.run.rundir import RankStatus
     from jobs.spec.job_spec import JobSpec
 
 HERE = Path(__file__).resolve().parent
@@ -99,7 +110,6 @@ def stop_server() -> None:
 
 def serve() -> None:
     """Fork a supervisor for each line that comes; end with the process that started this one."""
-
     starter = os.getppid()
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as server:
@@ -143,9 +153,6 @@ def _become_supervisor(
         os.environ.clear()
         os.environ.update(env)
         disguise()
-        from jobs.backends.local.__main__ import supervise
-        from jobs.queue.store import SERVICE, Store
-
         supervise(Store(patience=SERVICE), job)
         status = 0
     except BaseException:
@@ -167,10 +174,6 @@ def start_nothing(patch: pytest.MonkeyPatch) -> list[int]:
 
 def build(spec: JobSpec, run_dir: RunDir, *, gpus: Sequence[str], run_id: str) -> Launch:
     """Stands in for `jobs.launch.build_launch`."""
-    from jobs.launch import Launch
-    from jobs.machine.processes import RUN_ID_VARIABLE
-    from jobs.spec.rules.strategy import world_size
-
     if os.environ.get("FAKE_TROUBLE") == "build":
         raise ArithmeticError("an error that nobody thought of")
     command = [
@@ -216,11 +219,8 @@ class Hasty:
             return 0
 
     def _lives(self) -> bool:
-        from jobs.machine.processes import ProcessId
-        from jobs.run.rundir import RunDir
-
-        ranks = RunDir(Path.cwd()).rank_statuses()
-        return any(r.rank == 0 and ProcessId(r.pid, r.started).alive() for r in ranks)
+        statuses = RunDir(Path.cwd()).rank_statuses()
+        return any(r.rank == 0 and ProcessId(r.pid, r.started).alive() for r in statuses)
 
 
 def _when_noticed(stock: Any) -> Any:
@@ -228,7 +228,6 @@ def _when_noticed(stock: Any) -> Any:
 
     The real grace is long enough for that. Else the launcher might name a rank that was ended.
     """
-    from jobs.machine.processes import ProcessId
 
     def end_the_stranded(self: Any, attempt: Any, statuses: list[RankStatus]) -> None:
         dead = [s.rank for s in statuses if not ProcessId(s.pid, s.started).alive()]
@@ -240,9 +239,6 @@ def _when_noticed(stock: Any) -> Any:
 
 def disguise() -> None:
     """In this process, jobs get fake launchers, and supervisors wait less."""
-    from jobs.backends.local import dispatch, ranks
-    from jobs.supervise import supervisor
-
     ranks.build_launch = build  # type: ignore[assignment]
     dispatch._start_supervisor = start_supervisor
     dispatch._QUEUE_IS_FREE_WITHIN = 60.0  # type: ignore[misc]  # a busy test may hold it

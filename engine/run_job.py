@@ -188,7 +188,7 @@ def build_model(run: RunContext) -> torch.nn.Module:
     It is built on meta, adapted, sharded, then streamed.
     """
     spec, family, world, telemetry = run.spec, run.family, run.world, run.telemetry
-    directory = run.model_root / family.component
+    directory = family.denoiser_of(run.model_root)
     model, stored = weights.build_on_meta(
         family.transformer_class(), directory, spec, say=telemetry.say
     )

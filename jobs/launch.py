@@ -18,10 +18,10 @@ from jobs.machine.processes import RUN_ID_VARIABLE
 from jobs.memory.calibration import read_calibration
 from jobs.memory.fit import Verdict, fit_of, room_of, worst
 from jobs.memory.question import recall
-from jobs.models.find_model import count_parameters, find_model
+from jobs.models.find_model import count_parameters, find_denoiser
 from jobs.run import why_failed
 from jobs.run.rundir import read_json
-from jobs.spec.families import component_of, wrapped_classes
+from jobs.spec.families import wrapped_classes
 from jobs.spec.rules.launch_conflicts import words_of
 from jobs.spec.rules.no_effect import counts
 from jobs.spec.rules.strategy import (
@@ -205,7 +205,7 @@ def auto_room(spec: JobSpec, gpus: Sequence[str]) -> Room | None:
     present = [gpu for gpu in devices.gpus() if gpu.uuid in gpus]
     memory = [gpu.memory_total for gpu in present]
     try:
-        transformer = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
+        transformer = find_denoiser(spec)
     except UserError:
         return None
     parameters = count_parameters(transformer)

@@ -285,7 +285,7 @@ def _named(style: LoraStyle, layers: Mapping[str, torch.Tensor]) -> dict[str, to
 
 def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
     """Return the base model on the meta device, with the job's adapter unless `empty`."""
-    model_class, root = recipe.family.transformer_class(), recipe.root / recipe.family.component
+    model_class, root = recipe.family.transformer_class(), recipe.family.denoiser_of(recipe.root)
     with parameters_on_meta():
         config = model_class.load_config(root)
         if not empty:

@@ -53,7 +53,7 @@ class ModelOutput:
             # Only warn: this may be the end of days of training.
             self.warnings.append("other tools' names are for LoRAs: this is a diffusers pipeline")
         model, self._stored = weights.build_on_meta(
-            recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
+            recipe.family.transformer_class(), recipe.family.denoiser_of(recipe.root), recipe.spec
         )
         check_fit(model, facts)
         self._missing = set(self._stored)
@@ -70,7 +70,8 @@ class ModelOutput:
         self._index = stock.read_index(recipe.root)
         trained = {recipe.family.component, recipe.partner}
         leads = recipe.leads
-        self._others = stock.files_of(recipe.root, self._index, trained) if leads else []
+        places = {recipe.family.component: recipe.family.denoiser_of(recipe.root)}
+        self._others = stock.files_of(recipe.root, self._index, trained, places) if leads else []
         self._absent = stock.absent_checks(recipe.root, self._index) if leads else []
         if self._absent:
             names = " and ".join(self._absent)
@@ -115,6 +116,10 @@ class ModelOutput:
             checked()
         if self._absent:
             stock.write_index_without(self._absent, self._index, self._directory)
+        if self._recipe.leads and self._recipe.family.changes_schedule:
+            stock.write_schedule(
+                self._recipe.family.read_schedule(self._recipe.root), self._directory
+            )
         if len(self._files) > 1:
             self._write_index()
         for file in self._files.values():

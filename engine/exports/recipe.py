@@ -138,7 +138,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "13b-0.9.7-distilled": "ltx-video-13b-0.9.7-distilled",
         "13b-0.9.8-distilled": "ltx-video-13b-0.9.8-distilled",
     },
-    "ltx2": {"": "ltx-2", "2-19b": "ltx-2-19b", "2.3-22b": "ltx-2.3-22b"},
+    "ltx2": {"": "ltx-2", "2-19b": "ltx-2-19b", "2.3-22b": "ltx-2.3-22b", "2.5-22b": "ltx-2.5-22b"},
     "minimax_h3": {"": "minimax-h3", "fl2va": "minimax-h3"},
     "hunyuanvideo": {"": "hunyuan-video", "t2v": "hunyuan-video"},
     "hunyuanvideo15": {

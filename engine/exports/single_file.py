@@ -384,7 +384,7 @@ class SingleFileOutput:
             )
         self.warnings: list[str] = []
         model, self._stored = weights.build_on_meta(
-            recipe.family.transformer_class(), recipe.root / recipe.family.component, recipe.spec
+            recipe.family.transformer_class(), recipe.family.denoiser_of(recipe.root), recipe.spec
         )
         check_fit(model, facts)
         if recipe.spec.model_family == "sdxl":

@@ -289,13 +289,19 @@ def read_index(root: Path) -> dict[str, Any]:
     return index
 
 
-def files_of(root: Path, index: Mapping[str, Any], trained: Collection[str]) -> list[Copy]:
+def files_of(
+    root: Path,
+    index: Mapping[str, Any],
+    trained: Collection[str],
+    places: Mapping[str, Path] = MappingProxyType({}),
+) -> list[Copy]:
     """Return a pipeline's untrained files, and the configs of its trained components.
 
     Args:
         root: The base model.
         index: Its index.
         trained: The names of the trained components.
+        places: Directories of components that have another name.
 
     Raises:
         UserError: A component that the index names is missing, and pipelines need it.
@@ -311,16 +317,17 @@ def files_of(root: Path, index: Mapping[str, Any], trained: Collection[str]) -> 
     for name in components_of(index):
         if name in absent:
             continue
-        if not (root / name).is_dir():
+        folder = places.get(name, root / name)
+        if not folder.is_dir():
             raise UserError(f"{root} lacks {name}, listed in its index", "download it again")
-        paths = [path for path in sorted((root / name).rglob("*")) if path.is_file()]
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         if name in trained:
             paths = [
                 path for path in paths if path.suffix == ".json" and ".index." not in path.name
             ]
         elif any(p.suffix == ".safetensors" and variant_of(p.name) is None for p in paths):
             paths = [path for path in paths if not _is_another_copy(path)]
-        copies += [Copy(path.resolve(), str(path.relative_to(root))) for path in paths]
+        copies += [Copy(path.resolve(), f"{name}/{path.relative_to(folder)}") for path in paths]
     return copies
 
 
@@ -361,6 +368,12 @@ def write_index_without(names: Iterable[str], index: Mapping[str, Any], director
     if "requires_safety_checker" in changed:
         changed["requires_safety_checker"] = False
     (directory / INDEXES[0]).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
+
+
+def write_schedule(settings: Mapping[str, Any], directory: Path) -> None:
+    """Write the settings of an export's scheduler, in place of the base model's."""
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    (directory / "scheduler" / "scheduler_config.json").write_text(text, encoding="utf-8")
 
 
 def bytes_to_copy(files: Iterable[Copy], beside: Path) -> int:

@@ -14,11 +14,13 @@ trainer, and their output is what the cache keeps.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from diffusers import AutoencoderKLLTX2Audio, LTX2ImageToVideoPipeline, LTX2Pipeline
 from diffusers.pipelines.ltx2 import LTX2Vocoder, LTX2VocoderWithBWE
+from diffusers.pipelines.ltx2.utils import resolve_default_image_crf
 
 from engine.families.shared.base import Family, Sound
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
@@ -35,7 +37,7 @@ from jobs.errors import UserError
 from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from PIL import Image
@@ -55,7 +57,7 @@ _UNGUIDED = {
 
 
 class LTX2(Family):
-    """LTX-2 and LTX-2.3: text or first frame to video."""
+    """LTX-2, LTX-2.3 and LTX-2.5: text or first frame to video."""
 
     # Those of Lightricks' configs for videos without sound (`v2v_ic_lora.yaml`).
     LORA_TARGETS = (
@@ -78,8 +80,12 @@ class LTX2(Family):
         fps: float | None = None,
     ) -> None:
         super().__init__(name, flavour, root, fps)
-        config = (root and read_json(root / "transformer" / "config.json")) or {}
+        config = (root and read_json(self.denoiser_of(root) / "config.json")) or {}
         self._perturbed: bool = config.get("perturbed_attn", False)
+        encoder = (root and read_json(root / "text_encoder" / "config.json")) or {}
+        self._encoder = SimpleNamespace(
+            config=SimpleNamespace(model_type=encoder.get("model_type"))
+        )
         sound = (root and read_json(root / "audio_vae" / "config.json")) or {}
         self._sound: Mapping[str, Any] = sound
 
@@ -87,7 +93,7 @@ class LTX2(Family):
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """With the connectors, and without what is for rewriting prompts."""
-        unused = dict.fromkeys(("processor", "prompt_enhancer"))
+        unused = dict.fromkeys(("processor", "prompt_enhancer", "duration_head"))
         return super().load_text_pipeline(root, dtype, **unused | components)
 
     def encode(
@@ -209,7 +215,9 @@ class LTX2(Family):
         self, root: Path, transformer: Any, vae: Any, /, **components: Any
     ) -> Any:
         """One that takes the connectors' output, and makes no waveform of the sound's latents."""
-        unused = dict.fromkeys(("connectors", "audio_vae", "vocoder", "prompt_enhancer"))
+        unused = dict.fromkeys(
+            ("connectors", "audio_vae", "vocoder", "prompt_enhancer", "duration_head")
+        )
         stock = super().sampling_pipeline(root, transformer, vae, **unused | components)
         parts = {"connectors": Connected(transformer.config), "audio_vae": SoundScale(self._sound)}
         return ConnectedPipeline(**stock.components | parts)
@@ -220,6 +228,11 @@ class LTX2(Family):
         connected = isinstance(pipeline, ConnectedPipeline)
         kind = ConnectedImagePipeline if connected else LTX2ImageToVideoPipeline
         return kind(**pipeline.components)
+
+    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        """Add how strongly the frame is compressed, which depends on Gemma's version."""
+        crf = resolve_default_image_crf(self._encoder)
+        return super().reference_arguments(pictures) | {"image_crf": crf}
 
     def sample_arguments(
         self,

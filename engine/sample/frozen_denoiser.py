@@ -125,7 +125,8 @@ def frozen_denoiser(run: RunContext, name: str, model: Any = None) -> Iterator[A
 def _load(run: RunContext, name: str, other: OtherExpert | None = None) -> torch.nn.Module | None:
     """Load a denoiser; None if the checkpoint of `other` cannot be read on some rank."""
     spec, family, world = run.spec, run.family, run.world
-    directory = run.model_root / name
+    trained = name == family.component
+    directory = family.denoiser_of(run.model_root) if trained else run.model_root / name
     # Kept in the compute precision, as the base of a LoRA is.
     frozen = spec.model_copy(update={"model_type": "lora"})
     model, stored = weights.build_on_meta(family.transformer_class(), directory, frozen)

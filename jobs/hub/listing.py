@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from jobs.hub.trouble import HubError, cache_of, explain
 from jobs.models.find_model import find_index
@@ -22,6 +22,7 @@ from jobs.models.model_files import variant_of
 from jobs.models.scorers import is_scorer
 from jobs.paths import nearest
 from jobs.run.rundir import read_json
+from jobs.spec.families import FAMILIES
 from jobs.spec.values.dataset_files import (
     CAPTION_SUFFIXES,
     METADATA,
@@ -156,11 +157,7 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
         if name.kind == "model" and file is not None:
             # This file is small. For a gated model the hub refuses it, but not the listing.
             index = hf_hub_download(name.repo, file, revision=commit, cache_dir=scratch)
-            parts = [
-                part
-                for part, entry in (find_index(Path(index).parent) or {}).items()
-                if isinstance(entry, list) and all(entry)
-            ]
+            parts = find_parts(find_index(Path(index).parent) or {}, sizes)
         chosen = choose(name, sizes, parts)
         if name.kind == "dataset" and chosen:
             api.auth_check(name.repo, repo_type=name.kind)
@@ -179,6 +176,20 @@ def list_files(name: HubName, scratch: str | None = None) -> Listing:
         )
     ]
     return Listing(commit, files, sum(files[path] for path in missing))
+
+
+def find_parts(index: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+    """Return the folders of a pipeline's components, by its index and the repository's files.
+
+    Of a model whose denoiser is trained from a folder of its own, that one is read and no other.
+    """
+    parts = [part for part, entry in index.items() if isinstance(entry, list) and all(entry)]
+    present = {path.partition("/")[0] for path in files}
+    for family in FAMILIES.values():
+        own = {flavour.folder for flavour in family.flavours.values()} & present
+        if own and index.get("_class_name") in family.pipelines:
+            parts = [part for part in parts if part != family.component] + sorted(own)
+    return parts
 
 
 def _scores(name: HubName, sizes: Mapping[str, int], commit: str, scratch: str | None) -> bool:

@@ -8,8 +8,7 @@ import psutil
 
 from jobs.errors import SpecError, UserError
 from jobs.machine.cgroups import memory_rooms
-from jobs.models.find_model import count_parameters, find_model
-from jobs.spec.families import component_of
+from jobs.models.find_model import count_parameters, find_denoiser
 from jobs.spec.rules.strategy import shards, world_size
 from jobs.units import size
 
@@ -46,7 +45,7 @@ def check_host_memory(spec: RecipeKeys, *, on_gpus: bool) -> None:
     if on_gpus and not offloads:
         return
     try:
-        transformer = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
+        transformer = find_denoiser(spec)
     except UserError:
         return
     needed = (count_parameters(transformer) or 0) * _least_bytes(spec) * _copies(spec)

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import SpecError
 from jobs.paths import exists, expand
 from jobs.run.rundir import read_json
-from jobs.spec.families import FAMILIES
+from jobs.spec.families import FAMILIES, get_family
 from jobs.spec.values.hub_names import INDEXES, HubName
 from jobs.untrusted.files import LARGEST_JSON, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from jobs.spec.families import Family
+    from jobs.spec.keys.job import JobKeys
 
 
 # -- damaged weights ------------------------------------------------------------------------
@@ -216,6 +219,29 @@ def plain_index(index: Mapping[str, Any]) -> dict[str, Any]:
         return entry if named else tuple(entry)
 
     return {name: plain(entry) for name, entry in index.items() if name not in unused}
+
+
+def denoiser_of(root: Path, family: Family, flavour: str | None) -> Path:
+    """Return a model's directory of the denoiser that a flavour trains.
+
+    Args:
+        root: The model; exports have it in the usual place, where a published one may not.
+        family: Its family.
+        flavour: Its flavour.
+    """
+    entry = family.flavours.get(flavour or "")
+    own = root / entry.folder if entry and entry.folder else None
+    return own if own and exists(own / "config.json") else root / family.component_of(flavour)
+
+
+def find_denoiser(spec: JobKeys) -> Path:
+    """Return the directory of the denoiser that a job trains.
+
+    Raises:
+        SpecError: There is no such model, or no such family.
+    """
+    root = find_model(spec.pretrained_model_name_or_path)
+    return denoiser_of(root, get_family(spec.model_family), spec.model_flavour)
 
 
 def count_parameters(component: Path) -> int | None:

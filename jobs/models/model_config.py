@@ -132,7 +132,9 @@ def _component(root: Path) -> Path:
     """
     if exists(root / "config.json"):
         return root
-    if folder := next((root / n for n in _DENOISERS if exists(root / n / "config.json")), None):
+    own = [flavour.folder for family in FAMILIES.values() for flavour in family.flavours.values()]
+    names = (*_DENOISERS, *filter(None, own))
+    if folder := next((root / n for n in names if exists(root / n / "config.json")), None):
         return folder
     others = sorted(path.parent.name for path in root.glob("*/config.json"))
     raise SpecError(

@@ -8,7 +8,13 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import SpecError
-from jobs.models.find_model import GGUF_HINT, find_damage, find_index, find_model
+from jobs.models.find_model import (
+    GGUF_HINT,
+    denoiser_of,
+    find_damage,
+    find_index,
+    find_model,
+)
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
@@ -83,7 +89,8 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
             f"{root} is a {pipeline}, not a {family.title} model",
             f"set model_family: {fits[0]}" if fits else f"use a model whose pipeline is {named}",
         )
-    for part in (*_denoisers(spec, family, index), "vae"):
+    denoiser = denoiser_of(root, family, spec.model_flavour)
+    for part in (*_denoisers(denoiser.name, family, index), "vae"):
         _check_part(root, part)
         _check_whole(root / part)
     _check_supplied(root, family)
@@ -92,10 +99,10 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
         _check_encoder(root, part)
         _check_whole(root / part)
     _check_image_inputs(root, index)
-    config = read_json(root / component_of(spec) / "config.json") or {}
+    config = read_json(denoiser / "config.json") or {}
     if settings:
         _check_flavour(spec, family, root, index)
-        _check_first_frame(spec, family, root, config)
+        _check_first_frame(spec, family, denoiser, config)
         check_config(spec, config)
     return root
 
@@ -103,9 +110,9 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
 # -- files ---------------------------------------------------------------------------------
 
 
-def _denoisers(spec: JobKeys, family: Family, index: Mapping[str, Any]) -> list[str]:
+def _denoisers(trained: str, family: Family, index: Mapping[str, Any]) -> list[str]:
     """Return the trained denoiser, and the one for the other noise levels of samples."""
-    parts = [component_of(spec)]
+    parts = [trained]
     if index.get("boundary_ratio") is not None:
         parts += [family.component_of(flavour) for flavour in family.flavours]
     return list(dict.fromkeys(parts))
@@ -220,7 +227,7 @@ def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str
         for name, flavour in family.flavours.items()
         if all(_is_marked(index, key, value) for key, value in flavour.marks.items())
     ]
-    step = _latent_step(family, root, component_of(spec))
+    step = _latent_step(family, root, denoiser_of(root, family, spec.model_flavour))
     if step is not None:
         fits = [name for name in fits if family.latent_step_of(name) == step]
     if flavour_name in fits or not fits:
@@ -237,7 +244,7 @@ def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str
 
 
 def _check_first_frame(
-    spec: JobKeys, family: Family, root: Path, config: Mapping[str, Any]
+    spec: JobKeys, family: Family, denoiser: Path, config: Mapping[str, Any]
 ) -> None:
     """Check that the denoiser takes a first frame the way its flavour does, and a last one.
 
@@ -249,7 +256,7 @@ def _check_first_frame(
         return
     if not flavour.gray_frames or config.get("image_embed_dim") is not None:
         return  # HunyuanVideo 1.5 has the same channels for text alone
-    place = f"{component_of(spec)}/config.json"
+    root, place = denoiser.parent, f"{denoiser.name}/config.json"
     seen = flavour.sees_first_frame and flavour.last_frame  # two images, told apart by positions
     inputs, outputs = config.get("in_channels"), config.get("out_channels")
     # In addition to the video: the channels of the first frame's latents and of its mask.
@@ -274,12 +281,12 @@ def _is_marked(index: Mapping[str, Any], key: str, value: Any) -> bool:
     return entry in value if isinstance(value, tuple) else entry == value
 
 
-def _latent_step(family: Family, root: Path, component: str) -> int | None:
+def _latent_step(family: Family, root: Path, denoiser: Path) -> int | None:
     """Return the pixels per side of a token; None if unknown or the same for all flavours."""
     if len({family.latent_step_of(flavour) for flavour in family.flavours}) < 2:
         return None
     shrinks = _vae_scale(read_json(root / "vae" / "config.json") or {})
-    patch = (read_json(root / component / "config.json") or {}).get("patch_size")
+    patch = (read_json(denoiser / "config.json") or {}).get("patch_size")
     side = patch[-1] if isinstance(patch, list) and patch else patch
     return shrinks * side if shrinks is not None and isinstance(side, int) else None
 

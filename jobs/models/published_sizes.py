@@ -22,6 +22,7 @@ PARAMETERS: Final[dict[str, int]] = {
     "HiDream-ai/HiDream-I1-Fast": 17_105_733_184,
     "HiDream-ai/HiDream-I1-Full": 17_105_733_184,
     "Lightricks/LTX-2": 18_876_174_592,
+    "Lightricks/LTX-2.5-Diffusers": 18_987_859_200,
     "Lightricks/LTX-Video-0.9.7-dev": 13_042_569_344,
     "Lightricks/LTX-Video-0.9.7-distilled": 13_042_569_344,
     "Lightricks/LTX-Video-0.9.8-13B-distilled": 13_042_569_344,

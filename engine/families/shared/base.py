@@ -17,7 +17,7 @@ import diffusers
 from engine.families.shared import shifts
 from engine.families.shared.latent_statistics import denormalise, normalise
 from jobs.errors import UserError
-from jobs.models.find_model import find_index, index_of
+from jobs.models.find_model import denoiser_of, find_index, index_of
 from jobs.run.rundir import read_json
 from jobs.spec.families import get_family
 
@@ -93,7 +93,8 @@ class Family(ABC):
 
     Attributes:
         facts: The part of the family that needs no torch (`jobs.spec.families`).
-        component: The trained denoiser: its directory, and its name in the pipeline.
+        component: The trained denoiser's name in the pipeline, which is that of its directory in
+            most models.
         fps: Frames per second, an input of some families' denoisers.
         last_frame: Whether its videos are made between a first and a last frame.
     """
@@ -147,12 +148,13 @@ class Family(ABC):
         self.component = self.facts.component_of(flavour)
         self.last_frame = self.facts.needs_last_frame(flavour)
         self._trained_shift = self.facts.trained_shift_of(flavour)
+        self._flavour = flavour
         self.fps: float = fps or self.facts.defaults_of(flavour).get("fps", 25.0)
         self._index: Mapping[str, Any] = {}
         self._schedule: Mapping[str, Any] = {}
         if root is not None:
             self._index = find_index(root) or {}
-            self._schedule = read_json(root / "scheduler" / "scheduler_config.json") or {}
+            self._schedule = self.read_schedule(root)
 
     # -- classes ---------------------------------------------------------------------------
 
@@ -164,6 +166,20 @@ class Family(ABC):
     def transformer_class(self) -> Any:
         """Return the denoiser's class."""
         return getattr(diffusers, self.facts.transformer)
+
+    @property
+    def changes_schedule(self) -> bool:
+        """Whether the published scheduler is of another denoiser than the trained one."""
+        return bool(self.facts.schedule_of(self._flavour))
+
+    def denoiser_of(self, root: Path) -> Path:
+        """Return a model's directory of the trained denoiser."""
+        return denoiser_of(root, self.facts, self._flavour)
+
+    def read_schedule(self, root: Path) -> dict[str, Any]:
+        """Return the settings of the trained denoiser's scheduler; {} if they cannot be read."""
+        settings = read_json(root / "scheduler" / "scheduler_config.json")
+        return {**settings, **self.facts.schedule_of(self._flavour)} if settings else {}
 
     @property
     def image_encoder_class(self) -> Any:
@@ -365,7 +381,11 @@ class Family(ABC):
         """
         absent = {name: None for name in _parts(root) if name.startswith(_ENCODING_PARTS)}
         given = {self.component: transformer, "vae": vae} | components
-        return self.pipeline_class().from_pretrained(root, **absent | given)
+        pipeline = self.pipeline_class().from_pretrained(root, **absent | given)
+        if self.changes_schedule:
+            scheduler = type(pipeline.scheduler).from_config(self.read_schedule(root))
+            pipeline.register_modules(scheduler=scheduler)
+        return pipeline
 
     def sample_arguments(
         self,

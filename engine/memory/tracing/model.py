@@ -317,7 +317,7 @@ def _published(shape: Shape, family: Family) -> dict[str, StoredTensor] | None:
     if root is None or base_precision(shape.spec) == "none":
         return None
     try:
-        return join_packed(stored_tensors(root / family.component))
+        return join_packed(stored_tensors(family.denoiser_of(root)))
     except UserError:  # the ranks report this error
         return None
 

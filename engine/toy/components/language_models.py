@@ -15,6 +15,8 @@ from transformers import (
     Gemma2Model,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -80,6 +82,36 @@ def build_gemma3(
         mm_tokens_per_image=16,
     )
     return _fill_gemma(Gemma3ForConditionalGeneration(config), layers=layers, seed=seed)
+
+
+def build_gemma4(
+    tokenizer: PreTrainedTokenizerFast, dim: int, *, seed: int, layers: int = 3
+) -> Gemma4UnifiedForConditionalGeneration:
+    """Build Gemma 4 with its embeddings of images and sound, `dim` wide (LTX-2.5)."""
+    config = Gemma4UnifiedConfig(
+        text_config={
+            "model_type": "gemma4_unified_text",
+            **_common(tokenizer, dim, layers),
+            "head_dim": HEAD_DIM,
+            "global_head_dim": 2 * HEAD_DIM,
+            "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"],
+        },
+        vision_config={
+            "model_type": "gemma4_unified_vision",
+            "patch_size": 2,
+            "mm_embed_dim": dim,
+            "mm_posemb_size": 8,
+            "output_proj_dims": dim,
+        },
+        audio_config={"model_type": "gemma4_unified_audio", "audio_embed_dim": HEAD_DIM},
+    )
+    model = Gemma4UnifiedForConditionalGeneration(config)
+    fill_random(model, seed, gain=_gain(1.0, layers=layers))
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.75)  # as published, a number of each layer
+    return model.eval()
 
 
 def build_qwen3(tokenizer: Qwen2Tokenizer, dim: int, *, seed: int, layers: int = 3) -> Qwen3Model:

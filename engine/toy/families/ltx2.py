@@ -13,9 +13,10 @@ from diffusers import (
     LTX2VideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 
 from engine.toy.components import parts
-from engine.toy.components.language_models import build_gemma3
+from engine.toy.components.language_models import build_gemma3, build_gemma4
 from engine.toy.components.parts import mislead, open_gates, quieten
 from engine.toy.components.tokenizers import build_gemma_tokenizer
 from engine.toy.components.weights import gains, one_thread
@@ -78,8 +79,9 @@ GAIN: Final = gains(
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
-    """Write the model: LTX-2, or LTX-2.3."""
-    first = flavour == "2-19b"
+    """Write the model: LTX-2, LTX-2.3, or LTX-2.5, which has a distilled transformer too."""
+    first, last = flavour == "2-19b", flavour == "2.5-22b"
+    build_encoder = build_gemma4 if last else build_gemma3
     tokenizer = build_gemma_tokenizer(parts.captions())
     tokenizer.model_max_length = 1024
     widths = [HEADS * hidden_scale * size for size in (HEAD_DIM, SOUND_HEAD_DIM)]
@@ -95,26 +97,35 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     vocoder: Any = LTX2Vocoder if first else LTX2VocoderWithBWE
     pipeline = LTX2Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(
-            use_dynamic_shifting=True,
+            use_dynamic_shifting=not last,
             base_shift=0.95,
             max_shift=2.05,
             base_image_seq_len=1024,
             max_image_seq_len=4096,
-            shift_terminal=0.1,
+            shift_terminal=None if last else 0.1,
         ),
         vae=_build_vae(seed, **(FIRST_VAE if first else LATER_VAE)),
         audio_vae=sound,
-        text_encoder=build_gemma3(tokenizer, TEXT_DIM, seed=seed, layers=TEXT_LAYERS),
+        text_encoder=build_encoder(tokenizer, TEXT_DIM, seed=seed, layers=TEXT_LAYERS),
         tokenizer=tokenizer,
         connectors=_build_connectors(seed, None if first else widths),
-        transformer=_build_transformer(seed, HEADS * hidden_scale, first=first),
+        transformer=_build_transformer(seed, HEADS * hidden_scale, flavour),
         vocoder=parts.random_model(vocoder, seed=seed, **(VOCODER if first else LATER_VOCODER)),
+        duration_head=_build_duration_head(seed, widths) if last else None,
     )
     parts.save(pipeline, model_dir, dtype)
+    if last:
+        trained = pipeline.transformer
+        trained.save_pretrained(model_dir / "transformer_full")
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.neg_()
+        trained.save_pretrained(model_dir / "transformer")
 
 
-def _build_transformer(seed: int, heads: int, *, first: bool) -> LTX2VideoTransformer3DModel:
+def _build_transformer(seed: int, heads: int, flavour: str) -> LTX2VideoTransformer3DModel:
     """Random, with open gates; published: 32 heads of 128 and 64, 48 layers."""
+    first, last = flavour == "2-19b", flavour == "2.5-22b"
     later: dict[str, Any] = dict.fromkeys(
         ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), not first
     )
@@ -138,6 +149,8 @@ def _build_transformer(seed: int, heads: int, *, first: bool) -> LTX2VideoTransf
         rope_type="split",
         use_prompt_embeddings=first,
         perturbed_attn=not first,
+        ff_bias=not last,
+        use_keyframes_abs_pos_embedding=last,
         **later,
     )
     for block in transformer.transformer_blocks:
@@ -184,6 +197,18 @@ def _build_connectors(seed: int, widths: list[int] | None) -> LTX2TextConnectors
         audio_connector_num_learnable_registers=REGISTERS,
         rope_type="split",
         **later,
+    )
+
+
+def _build_duration_head(seed: int, widths: list[int]) -> LTX2DurationHead:
+    """Random; it says how long a video of a text is, which jobs do."""
+    return parts.random_model(
+        LTX2DurationHead,
+        seed=seed,
+        video_cross_attention_dim=widths[0],
+        audio_cross_attention_dim=widths[1],
+        pooler_hidden_dim=8,
+        mlp_hidden_dim=8,
     )
 
 

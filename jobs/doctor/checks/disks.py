@@ -16,10 +16,9 @@ from jobs.doctor.examine import Finding, fail, ok, warn
 from jobs.errors import UserError
 from jobs.machine.residence import LOCAL, kind_of
 from jobs.memory.host_memory import STATE_BYTES
-from jobs.models.find_model import count_parameters, find_model, read_shapes
+from jobs.models.find_model import count_parameters, find_denoiser, read_shapes
 from jobs.paths import cache_home, expand, nearest, state_home
 from jobs.queue.tables import journal_of
-from jobs.spec.families import component_of
 from jobs.spec.rules.averages import has_average
 from jobs.spec.rules.steps import periodic_saves
 from jobs.units import size
@@ -276,7 +275,7 @@ _WEIGHT: Final = 4  # bytes of a parameter in a checkpoint, fp32
 def checkpoint_bytes(spec: RecipeKeys) -> int | None:
     """Estimate the bytes of a checkpoint; None if the model cannot be read."""
     try:
-        component = find_model(spec.pretrained_model_name_or_path) / component_of(spec)
+        component = find_denoiser(spec)
     except UserError:
         return None
     if spec.model_type == "full":

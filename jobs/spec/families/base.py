@@ -61,6 +61,9 @@ class Flavour:
     Attributes:
         hub_id: Where it is published in the layout of diffusers.
         component: The denoiser that is trained, where the model has several.
+        folder: Where its published model has that denoiser, if not in a folder of that name, where
+            exports have it.
+        schedule: Settings of its scheduler, where the published model's are of another denoiser.
         defaults: Keys of a job that are otherwise for this flavour than for its family.
         note: What tells it from the others, in a few words.
         guidance: How `validation_guidance` works, where that is otherwise than in its family.
@@ -84,6 +87,8 @@ class Flavour:
 
     hub_id: str
     component: str | None = None
+    folder: str = ""
+    schedule: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     guidance: Guidance | None = None
@@ -219,6 +224,11 @@ class Family:
         """Return the denoiser that a flavor trains."""
         entry = self.flavours.get(flavour or "")
         return (entry.component if entry else None) or self.component
+
+    def schedule_of(self, flavour: str | None) -> Mapping[str, Any]:
+        """Return the settings of a flavor's scheduler that its published model has otherwise."""
+        entry = self.flavours.get(flavour or "")
+        return entry.schedule if entry else {}
 
     def guidance_of(self, flavour: str | None) -> Guidance:
         """How `validation_guidance` works with a flavour."""

@@ -223,7 +223,7 @@ def test_the_memory_prediction_counts_what_is_trained_on(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["wan:2.2-ti2v-5b", "ltxvideo", "ltxvideo:13b-0.9.7-dev", "ltx2", "ltx2:2.3-22b"],
+    ["wan:2.2-ti2v-5b", "ltxvideo", "ltxvideo:13b-0.9.7-dev", "ltx2", "ltx2:2.5-22b"],
 )
 @torch.no_grad()
 def test_a_first_frame_is_held_as_in_the_pipeline(

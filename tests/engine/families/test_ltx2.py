@@ -14,8 +14,13 @@ import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
+from diffusers.modular_pipelines import LTX25AutoBlocks, LTX25ModularPipeline
+from diffusers.modular_pipelines.ltx2.modular_blocks_ltx2 import LTX2AutoDecoderStep
+from diffusers.pipelines.ltx2.utils import resolve_default_image_crf
+from PIL import Image
 
 from engine import families
 from engine.data.encode.tensor_cache import TensorCache
@@ -33,7 +38,8 @@ from engine.memory.phases import text_cache
 from engine.memory.tracing.inputs import sound_shapes
 from engine.model.text_encoders import encoder_bytes
 from engine.toy.components.weights import one_thread
-from jobs.errors import UserError
+from jobs.errors import SpecError, UserError
+from jobs.models.model_files import check_model
 from tests.support.engine.families import (
     NEGATIVE,
     PROMPT,
@@ -47,7 +53,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-FIRST, LATER = "ltx2", "ltx2:2.3-22b"
+FIRST, LATER, LAST = "ltx2", "ltx2:2.3-22b", "ltx2:2.5-22b"
+KEYFRAMES = "keyframes_abs_pos_embedding"  # which only diffusers' pipelines of keyframes use
 # What Lightricks' trainer names in `v2v_ic_lora.yaml`, for videos without sound.
 ITS_TARGETS = {
     *(f"attn{number}.{part}" for number in (1, 2) for part in ("to_k", "to_q", "to_v", "to_out.0")),
@@ -63,7 +70,7 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[FIRST, LATER])
+@pytest.fixture(scope="module", params=[FIRST, LATER, LAST])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, toys_root(tmp_path_factory))
 
@@ -81,7 +88,7 @@ def test_only_what_makes_videos_is_trained(case: Case) -> None:
     ).square().mean().backward()
     trained = {name for name, p in denoiser.named_parameters() if p.grad is not None}
     names = [name for name, _ in denoiser.named_parameters()]
-    assert trained == {name for name in names if not re.search("audio|av_cross|a2v", name)}
+    assert trained == {n for n in names if not re.search(f"audio|av_cross|a2v|{KEYFRAMES}", n)}
     modules = [name for name, _ in denoiser.named_modules()]
     adapted = {name for name in modules if re.fullmatch(case.family.LORA_TARGETS, name)}
     assert {name.split(".", 2)[2] for name in adapted} == ITS_TARGETS
@@ -154,7 +161,8 @@ def test_with_sound_all_of_the_model_is_trained(case: Case) -> None:
     condition = text | with_sound(rows, rows.flip(1))
     level = torch.tensor([0.5])
     case.family.predict(denoiser, noisy(), level, condition, 1.0).square().mean().backward()
-    assert all(parameter.grad is not None for parameter in denoiser.parameters())
+    untrained = {name for name, p in denoiser.named_parameters() if p.grad is None}
+    assert untrained == ({KEYFRAMES} if case.name == LAST else set())
     spec = case.spec(train_audio=True)
     adapted = {
         name.split(".", 2)[2]
@@ -230,8 +238,91 @@ def test_a_samples_sound_is_that_of_the_stock_pipeline(case: Case) -> None:
     assert seconds == pytest.approx(case.frames / case.family.fps, abs=0.05)
 
 
+@pytest.mark.parametrize("first_frame", [False, True])
+@torch.no_grad()
+def test_samples_are_those_of_the_modular_pipeline(
+    first_frame: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of LTX-2.5, with the decoder that its blocks' description names beside the diffusion one."""
+    case = Case(LAST, toys_root(tmp_path_factory))
+    image = {"conditioning_image": str(min(case.paths.data.glob("*.png")))} if first_frame else {}
+    request = case.request(
+        num_frames=case.frames, guidance=3.0, negative_prompt=NEGATIVE, seed=2, **image
+    )
+    stock, pictures = case.stock(), case.pictures(request) if first_frame else []
+    made = {"width": request.width, "height": request.height, "num_inference_steps": request.steps}
+    ours = case.family.sampling_pipeline(case.paths.model, stock.transformer, stock.vae)
+    texts = case.encoded(PROMPT), case.encoded(NEGATIVE)
+    arguments = case.family.sample_arguments(request, *texts)
+    if first_frame:
+        ours = case.family.pipeline_with_image(ours)
+        arguments |= case.family.reference_arguments(pictures)
+    ours.set_progress_bar_config(disable=True)
+    latents, rows = ours(
+        **arguments,
+        **made,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+        return_dict=False,
+    )
+    frames = case.family.decode(ours, latents, request)
+    sound = case.family.decode_sound(case.paths.model, rows, torch.device("cpu"))
+
+    blocks = LTX25AutoBlocks()
+    blocks.sub_blocks["decode"] = LTX2AutoDecoderStep()
+    modular = LTX25ModularPipeline(blocks=blocks)
+    parts = {n: p for n, p in stock.components.items() if n in modular.components}
+    modular.register_components(**{n: p for n, p in parts.items() if p is not None})
+    modular.set_progress_bar_config(disable=True)
+    theirs = modular(
+        prompt=PROMPT,
+        negative_prompt=NEGATIVE,
+        num_frames=request.frames,
+        frame_rate=case.family.fps,
+        max_sequence_length=64,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="np",
+        output=["videos", "audio"],
+        **made,
+        **({"image": pictures[0]} if first_frame else {}),
+    )
+    expected = torch.from_numpy(theirs["videos"][0]) * 255
+    found = torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))
+    assert (found - expected.round()).abs().max() <= 1
+    assert expected.std() > 20
+    # It runs prompts one by one, not in a batch, and vocoders amplify what that changes.
+    assert torch.allclose(sound.samples, theirs["audio"][0], atol=0.03)
+    assert sound.samples.std() > 0.5
+
+
+def test_the_published_model_is_read_as_diffusers_says(case: Case) -> None:
+    """Of LTX-2.5, neither its distilled transformer nor that one's scheduler."""
+    folder, root = case.family.denoiser_of(case.paths.model), case.paths.model
+    assert folder.name == ("transformer_full" if case.name == LAST else "transformer")
+    stock = case.stock()
+    ours = case.family.sampling_pipeline(root, stock.transformer, stock.vae)
+    assert dict(ours.scheduler.config) == dict(stock.scheduler.config)
+    assert ours.scheduler.config.use_dynamic_shifting
+    assert resolve_default_image_crf(case.text.text_encoder) == (18 if case.name == LAST else 33)
+    picture = Image.new("RGB", (8, 8))
+    given = case.family.reference_arguments([picture])["image_crf"]
+    assert given == resolve_default_image_crf(case.text.text_encoder)
+
+
+def test_a_models_files_say_whether_it_is_ltx_2_5(case: Case) -> None:
+    """Else its distilled transformer would be trained."""
+    for flavour in (None, *case.facts.flavours):
+        spec = case.spec().model_copy(update={"model_flavour": flavour})
+        if (flavour == "2.5-22b") == (case.name == LAST):
+            check_model(spec, settings=True)
+        else:
+            with pytest.raises(SpecError, match="according to its files"):
+                check_model(spec, settings=True)
+
+
 @pytest.mark.parametrize(
-    ("guidance", "forwards"), [(1.0, {FIRST: 1, LATER: 1}), (3.0, {FIRST: 2, LATER: 3})]
+    ("guidance", "forwards"),
+    [(1.0, {FIRST: 1, LATER: 1, LAST: 1}), (3.0, {FIRST: 2, LATER: 3, LAST: 3})],
 )
 def test_samples_are_guided_as_by_the_pipelines_own_defaults(
     guidance: float, forwards: dict[str, int], case: Case

@@ -75,6 +75,8 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "HiDream-ai/HiDream-I1-Full": ("HiDreamImageTransformer2DModel", 17_105_733_184),
     # Of the config in diffusers' conversion script: the 19 B of its file's name.
     "Lightricks/LTX-2": ("LTX2VideoTransformer3DModel", 18.88e9),
+    # The same script's: LTX-2.3 without biases of the video's feed-forward.
+    "Lightricks/LTX-2.5-Diffusers": ("LTX2VideoTransformer3DModel", 18.99e9),
     "Lightricks/LTX-Video": ("LTXVideoTransformer3DModel", 1_923_385_472),
     "Lightricks/LTX-Video-0.9.7-dev": ("LTXVideoTransformer3DModel", 13_042_569_344),
     "Lightricks/LTX-Video-0.9.7-distilled": ("LTXVideoTransformer3DModel", 13_042_569_344),

@@ -38,7 +38,7 @@ KINDS = ("lora", "full")
 ALONE = {
     "wan": "full",
     "minimax_h3": "lora",
-    "ltx2:2.3-22b": "full",
+    "ltx2:2.5-22b": "full",
     "wan:2.2-i2v-a14b-low": "full",
     "qwen_image:edit": "full",
     "flux:kontext": "full",
@@ -50,7 +50,7 @@ RESUMED = tuple(ALONE)[3:]  # and from the middle, all with conditioning images
 RESUMED_ALIKE = ("qwen_image:edit", "wan:2.2-i2v-a14b-low")
 # What ranks do with these is what they do with another layout of the same family: with the base
 # model, image to video, control. `test_families.py` and `test_conditioning.py` have their own.
-SINGLE = {"flux2:klein-4b", "wan:2.2-t2v-a14b-low", "flux:canny"}
+SINGLE = {"flux2:klein-4b", "wan:2.2-t2v-a14b-low", "flux:canny", "ltx2:2.3-22b"}
 BOTH = (*ALONE, "sdxl")  # a U-Net's files are named otherwise
 RANKS = 2
 STEPS = 4

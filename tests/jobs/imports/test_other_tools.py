@@ -741,6 +741,22 @@ def test_a_job_of_ltx_trainer_is_its_job() -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "flavour"),
+    [
+        ("ltx-2-19b-dev.safetensors", "2-19b"),
+        ("ltx-2.3-22b-distilled.safetensors", "2.3-22b"),
+        ("a\\diffusion_models\\ltx-2.5-22b-dev-transformer-bf16.safetensors", "2.5-22b"),
+        ("checkpoint-22b.safetensors", "2.3-22b"),
+    ],
+)
+def test_ltx_trainers_file_says_which_model_it_is(file: str, flavour: str, tmp_path: Path) -> None:
+    imported = ltx(tmp_path, {"model": {"model_path": file}})
+    assert imported.spec.model_flavour == flavour
+    lost = {one.key for one in imported.report.of(Lost)}
+    assert ("model.model_path" in lost) is ("distilled" in file)
+
+
+@pytest.mark.parametrize(
     ("strategy", "share"),
     [
         ({}, 0.1),  # its default

@@ -112,11 +112,16 @@ class LTX2(Family):
                 f"{registers} text registers",
                 "set max_sequence_length: 1024",
             )
+        tokenizer = pipeline.tokenizer
+        if tokenizer("").input_ids[:1] != [tokenizer.bos_token_id]:
+            # Gemma 4's adds none, and Lightricks' code does (`LTXGemmaTokenizer`).
+            prompt = tokenizer.bos_token + prompt.strip()
         states, mask, *_ = pipeline.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
         )
-        side = pipeline.tokenizer.padding_side
-        video, sound, _ = connectors(states.to(connectors.dtype), mask, padding_side=side)
+        video, sound, _ = connectors(
+            states.to(connectors.dtype), mask, padding_side=tokenizer.padding_side
+        )
         return {"prompt_embeds": torch.cat([video[0], sound[0]], dim=-1)}
 
     # -- latents ---------------------------------------------------------------------------

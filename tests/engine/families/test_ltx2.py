@@ -2,8 +2,8 @@
 
 Its text, inputs, targets, predictions, losses and gradients were compared with those of Lightricks'
 trainer (`ltx_core`, and `TextToVideoStrategy` of `ltx_trainer` with `with_audio: false`) on the
-same weights and tensors, for LTX-2 and LTX-2.3: equal to 2e-6, and the same parameters have
-gradients.
+same weights and tensors, for LTX-2, LTX-2.3 and LTX-2.5: equal to 6e-6, and the same parameters
+have gradients.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from copy import copy
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from diffusers.modular_pipelines import LTX25AutoBlocks, LTX25ModularPipeline
 from diffusers.modular_pipelines.ltx2.modular_blocks_ltx2 import LTX2AutoDecoderStep
 from diffusers.pipelines.ltx2.utils import resolve_default_image_crf
 from PIL import Image
+from transformers import AutoTokenizer
 
 from engine import families
 from engine.data.encode.tensor_cache import TensorCache
@@ -359,6 +361,21 @@ def test_a_text_is_filled_up_with_registers(case: Case) -> None:
     assert text.abs().amin(dim=1).min() > 0
     with pytest.raises(UserError, match="multiple of the model's 16 text registers"):
         case.family.encode(case.text, PROMPT, 40)
+
+
+@torch.no_grad()
+def test_every_text_begins_with_a_bos_token(case: Case) -> None:
+    """As in Lightricks' code, also where the tokenizer adds none, as published with Gemma 4."""
+    bare = copy(case.text)
+    bare.tokenizer = AutoTokenizer.from_pretrained(
+        case.paths.model / "tokenizer", add_bos_token=False
+    )
+    bos = bare.tokenizer.bos_token_id
+    assert bos not in bare.tokenizer(PROMPT).input_ids
+    assert case.text.tokenizer(PROMPT).input_ids[0] == bos
+    for prompt in (PROMPT, f" {PROMPT}", ""):
+        text = case.family.encode(bare, prompt, 64)["prompt_embeds"]
+        assert torch.equal(text, case.encoded(prompt)["prompt_embeds"])
 
 
 def test_estimates_of_encoding_count_the_connectors(case: Case) -> None:

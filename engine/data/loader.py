@@ -14,14 +14,16 @@ from engine.data.encode.texts import TrainedTexts
 from engine.data.index.batch_plan import Draw, positions_of
 from engine.diffusion.objective import NoiseDraw
 from engine.diffusion.random_numbers import (
+    CONDITION,
     SOUND,
     drops_caption,
-    gives_first_frame,
+    frames_given,
     keyed_generator,
     sample_generators,
 )
 from engine.families.shared.collate import collate
-from engine.families.shared.references import first_frame_of
+from engine.families.shared.references import first_frame_of, noised
+from jobs.spec.families import takes_keyframes
 from jobs.spec.rules.steps import (
     accumulation_steps,
     forwards_of_ranks,
@@ -218,9 +220,21 @@ class Loader:
         ]
         given = [weight for weight in weights if weight is not None]
         drawn = self._objective.draw(latents, sample_generators(self._spec.seed, step, positions))
-        texts = [self._text(step, position, draws[position]) for position in positions]
+        # The entire micro-batch has these shares, and the first sample decides for it.
+        shares = self._data.frame_shares(draws[positions[0]])
+        frames = frames_given(self._spec.seed, step, positions[0], shares)
+        texts = [self._text(step, position, draws[position], frames) for position in positions]
         pictures = [self._data.shown_of(draws[position]) for position in positions]
-        references = collate([self._data.references_of(draws[place]) for place in positions])
+        references = collate(
+            [
+                noised(
+                    self._data.references_of(draws[place], frames),
+                    self._family.CONDITION_LEVEL,
+                    keyed_generator(self._spec.seed, step, place, CONDITION),
+                )
+                for place in positions
+            ]
+        )
         references |= collate(
             [
                 self._data.sound_of(
@@ -229,17 +243,16 @@ class Loader:
                 for place in positions
             ]
         )
-        probability = self._data.first_frame_probability(draws[positions[0]])
-        # The entire micro-batch is of this probability, and the first sample decides for it.
-        if gives_first_frame(self._spec.seed, step, positions[0], probability):
+        if frames and not takes_keyframes(self._spec):
             references |= first_frame_of(latents)
         own = [draws[position] for position in positions]
-        preserved_texts = [text for text in map(self._data.preserved_of, own) if text is not None]
-        condition = preserved = None
+        preserved = [self._data.preserved_of(draw, frames) for draw in own]
+        preserved_texts = [text for text in preserved if text is not None]
+        condition = preserved_condition = None
         if self._data.texts.ahead:
             condition = self._encoded(texts, pictures) | references
             if preserved_texts:
-                preserved = self._encoded(preserved_texts, pictures) | references
+                preserved_condition = self._encoded(preserved_texts, pictures) | references
         return _Read(
             own,
             positions,
@@ -253,7 +266,7 @@ class Loader:
             self._data.is_to_base(own[0]),  # then the entire batch is
             self._asks_base(draws, positions),
             preserved_texts,
-            preserved,
+            preserved_condition,
         )
 
     def _asks_base(self, draws: tuple[Draw, ...], positions: range) -> bool:
@@ -268,11 +281,12 @@ class Loader:
         begin = positions[0] // together * together
         return any(map(self._data.is_to_base, draws[begin : begin + together : len(positions)]))
 
-    def _text(self, step: int, position: int, draw: Draw) -> Text:
+    def _text(self, step: int, position: int, draw: Draw, frames: int) -> Text:
         """Return the sample's caption, or the empty one if this draw drops it."""
         probability = self._spec.caption_dropout_probability
         dropped = drops_caption(self._spec.seed, step, position, probability)
-        return self._data.dropped_of(draw) if dropped else self._data.caption_of(draw)
+        text_of = self._data.dropped_of if dropped else self._data.caption_of
+        return text_of(draw, frames)
 
     def _encoded(self, texts: list[Text], pictures: list[Shown]) -> dict[str, torch.Tensor]:
         if isinstance(self._data.texts, TrainedTexts):

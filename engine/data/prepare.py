@@ -21,7 +21,7 @@ from engine.data.encode.texts import NO_TEXT, Text, Texts, images_of, prepare_te
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
 from engine.data.index.data_index import DataIndex, build_index, hold_out
-from engine.data.index.views import count_views, fit_whole, shown, view_of
+from engine.data.index.views import count_views, fit_whole, keyframes_of, shown, view_of
 from engine.data.read.class_images import cache_root
 from engine.data.read.images import PictureError, decode
 from engine.data.report import (
@@ -35,6 +35,7 @@ from engine.data.report import (
 )
 from engine.families.shared.references import (
     BEGINNING,
+    KEYFRAME,
     REFERENCE,
     SOUND,
     SOUND_NOISE,
@@ -45,7 +46,7 @@ from jobs.errors import UserError
 from jobs.paths import expand
 from jobs.run.events import Data
 from jobs.run.rundir import write_atomic
-from jobs.spec.families import needs_first_frame, references_of
+from jobs.spec.families import needs_first_frame, references_of, takes_keyframes
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.steps import preserves, steps_of, with_total_steps
@@ -125,13 +126,19 @@ class Prepared:
             SOUND_WEIGHT: cached["heard"],
         }
 
-    def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
-        """Return the conditioning images of a draw, by the names that `Family.predict` takes."""
-        return self._references(draw.sample, view_number(draw, self.spec), self.index.samples)
+    def references_of(self, draw: Draw, frames: int) -> dict[str, torch.Tensor]:
+        """Return what a draw is conditioned on, by the names that `Family.predict` takes.
 
-    def first_frame_probability(self, draw: Draw) -> float:
-        """Return how often the model gets a draw's first frame at its own place in the latents."""
-        return holds_first(self.index.samples[draw.sample], self.spec)
+        Args:
+            draw: The draw.
+            frames: How many of its frames are given; see `frame_shares`.
+        """
+        view = view_number(draw, self.spec)
+        return self._references(draw.sample, view, self.index.samples, frames)
+
+    def frame_shares(self, draw: Draw) -> tuple[float, float]:
+        """Return how often the model gets a draw's first frame, and its last one with it."""
+        return frame_shares(self.index.samples[draw.sample], self.spec)
 
     def weight_of(self, draw: Draw, latents: torch.Tensor) -> torch.Tensor | None:
         """Return the weight of a draw's errors; see `LossWeights.of`."""
@@ -148,21 +155,21 @@ class Prepared:
         """Return the name of a draw's sample in messages, usually its file."""
         return self.index.samples[draw.sample].name
 
-    def caption_of(self, draw: Draw) -> Text:
-        """Return the text of a draw."""
-        return _caption(draw, self.captions, self.index.samples, self.spec)
+    def caption_of(self, draw: Draw, frames: int = 0) -> Text:
+        """Return the text of a draw of which some frames are given."""
+        return _caption(draw, self.captions, self.index.samples, self.spec, frames)
 
-    def dropped_of(self, draw: Draw) -> Text:
+    def dropped_of(self, draw: Draw, frames: int = 0) -> Text:
         """Return the text of a draw whose caption is dropped."""
-        return _dropped(draw, self.index.samples, self.spec)
+        return _dropped(draw, self.index.samples, self.spec, frames)
 
-    def preserved_of(self, draw: Draw) -> Text | None:
+    def preserved_of(self, draw: Draw, frames: int = 0) -> Text | None:
         """Return the text with which the base's prediction is preserved, whatever is dropped."""
         if not preserves(self.spec):
             return None
         if self.spec.preservation == "blank":
-            return self.dropped_of(draw)
-        return _caption(draw, self.preserved, self.index.samples, self.spec)
+            return self.dropped_of(draw, frames)
+        return _caption(draw, self.preserved, self.index.samples, self.spec, frames)
 
     def is_to_base(self, draw: Draw) -> bool:
         """Return whether a draw's target is the base's own prediction."""
@@ -186,19 +193,29 @@ class Prepared:
         weights = self.held_weights
         return None if weights is None else weights.of_mask(number, 0, latents)
 
-    def held_references(self, number: int) -> dict[str, torch.Tensor]:
-        """Return the latents of a held-out sample's conditioning images."""
+    def held_references(self, number: int, frames: int) -> dict[str, torch.Tensor]:
+        """Return the latents of what a held-out sample is conditioned on."""
         offset = len(self.index.samples)
-        return self._references(number, 0, self.held, offset)
+        return self._references(number, 0, self.held, frames, offset)
 
     def _references(
-        self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
+        self, number: int, view: int, samples: Sequence[Sample], frames: int, offset: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`."""
+        """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`.
+
+        Or of each given frame that has tokens of its own, `(C, 1, h, w)`.
+        """
         keys, sample = self.latent_keys, samples[number]
         if sample.from_first and needs_first_frame(self.spec):
             key = keys.beginning(offset + number, view)
             return {BEGINNING: self.latents.read(key)["latents"]}
+        if takes_keyframes(self.spec):
+            return {
+                f"{KEYFRAME}{place}": self.latents.read(
+                    keys.keyframe(offset + number, view, place)
+                )["latents"]
+                for place in range(frames)
+            }
         return {
             f"{REFERENCE}{place}": _with_mask(
                 self.latents.read(keys.reference(offset + number, view, place))
@@ -210,14 +227,17 @@ class Prepared:
         """Return the part of a held-out image that its first view shows."""
         return shown(self.held[number], view_of(self.held[number], 0, self.spec))
 
-    def held_text(self, number: int) -> dict[str, torch.Tensor]:
-        """Return a held-out sample's first caption, encoded."""
-        return self.texts.encoded(_held_text(self.held[number], self.spec))
+    def held_text(self, number: int, frames: int = 0) -> dict[str, torch.Tensor]:
+        """Return a held-out sample's first caption, encoded; some of its frames are given."""
+        return self.texts.encoded(_held_text(self.held[number], self.spec, frames))
 
 
-def holds_first(sample: Sample, spec: DataPlanKeys) -> float:
-    """Return how often the model gets a sample's first frame at its own place in the latents."""
-    return 0.0 if needs_first_frame(spec) else sample.from_first
+def frame_shares(sample: Sample, spec: DataPlanKeys) -> tuple[float, float]:
+    """Return how often the model gets a sample's first frame, and its last one with it.
+
+    Models that always get the first beside the video (`BEGINNING`) have no choice.
+    """
+    return (0.0, 0.0) if needs_first_frame(spec) else (sample.from_first, sample.to_last)
 
 
 def _with_mask(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -250,7 +270,12 @@ def prepare(run: RunContext) -> Prepared:
         texts += _drawn(spec, plan, preserved, index.samples)[1]
     views += [(len(index.samples) + number, 0) for number in range(len(held))]
     pictures = read_pictures(spec)
-    texts += [_held_text(sample, spec) for sample in held] + _prompts(spec, pictures)
+    texts += [
+        _held_text(sample, spec, frames)
+        for sample in held
+        for frames in _numbers_of_frames(sample, spec)
+    ]
+    texts += _prompts(spec, pictures)
     directory = cache_root(spec)
     encoded = prepare_texts(run, directory, texts)
     cache = TensorCache(directory, "latents")
@@ -286,23 +311,38 @@ def view_number(draw: Draw, spec: DataPlanKeys) -> int:
 
 
 def _caption(
-    draw: Draw, captions: Sequence[tuple[str, ...]], samples: Sequence[Sample], spec: JobSpec
+    draw: Draw,
+    captions: Sequence[tuple[str, ...]],
+    samples: Sequence[Sample],
+    spec: JobSpec,
+    frames: int,
 ) -> Text:
     own = captions[draw.sample]
     words = own[nth_variant(len(own), draw.turn, spec.seed, "caption", draw.sample)]
-    return Text(words, images=_images(draw, samples, spec))
+    return Text(words, images=_images(draw, samples, spec, frames))
 
 
-def _dropped(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> Text:
-    return NO_TEXT._replace(images=_images(draw, samples, spec))
+def _dropped(draw: Draw, samples: Sequence[Sample], spec: JobSpec, frames: int) -> Text:
+    return NO_TEXT._replace(images=_images(draw, samples, spec, frames))
 
 
-def _images(draw: Draw, samples: Sequence[Sample], spec: JobSpec) -> tuple[ImageInput, ...]:
-    return images_of(samples[draw.sample], view_number(draw, spec), spec)
+def _images(
+    draw: Draw, samples: Sequence[Sample], spec: JobSpec, frames: int
+) -> tuple[ImageInput, ...]:
+    return images_of(samples[draw.sample], view_number(draw, spec), spec, frames)
 
 
-def _held_text(sample: Sample, spec: JobSpec) -> Text:
-    return Text(sample_texts(sample, spec)[0], images=images_of(sample, 0, spec))
+def _held_text(sample: Sample, spec: JobSpec, frames: int) -> Text:
+    return Text(sample_texts(sample, spec)[0], images=images_of(sample, 0, spec, frames))
+
+
+def _numbers_of_frames(sample: Sample, spec: JobSpec) -> tuple[int, ...]:
+    """Return how many frames of a sample may be given, which its texts see."""
+    if not keyframes_of(sample, spec):
+        return (0,)
+    none = () if sample.from_first == 1 else (0,)
+    first = () if sample.to_last == 1 else (1,)
+    return (*none, *first, *((2,) if sample.to_last else ()))
 
 
 def _drawn(
@@ -320,13 +360,19 @@ def _drawn(
     everything = len(captions) * max(views, *(len(own) for own in captions))
     if steps_of(spec) * plan.global_batch >= everything:
         pairs = [(sample, view) for sample in range(len(captions)) for view in range(views)]
-        shown = [(sample, images_of(samples[sample], view, spec)) for sample, view in pairs]
+        shown = [
+            (sample, images_of(samples[sample], view, spec, frames))
+            for sample, view in pairs
+            for frames in _numbers_of_frames(samples[sample], spec)
+        ]
         texts = [Text(words, images=own) for sample, own in shown for words in captions[sample]]
         return pairs, [*texts, *(NO_TEXT._replace(images=own) for _, own in shown if drops)]
     steps = [draw for step in range(steps_of(spec)) for draw in plan.draws(step)]
     pairs = sorted({(draw.sample, view_number(draw, spec)) for draw in steps})
-    drawn = dict.fromkeys(_caption(draw, captions, samples, spec) for draw in steps)
-    dropped = dict.fromkeys(_dropped(draw, samples, spec) for draw in steps if drops)
+    # Which frames a draw is given depends on its micro-batch; texts for each choice are cheap.
+    ways = [(draw, n) for draw in steps for n in _numbers_of_frames(samples[draw.sample], spec)]
+    drawn = dict.fromkeys(_caption(draw, captions, samples, spec, n) for draw, n in ways)
+    dropped = dict.fromkeys(_dropped(draw, samples, spec, n) for draw, n in ways if drops)
     return pairs, [*drawn, *dropped]
 
 

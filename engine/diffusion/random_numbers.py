@@ -15,6 +15,8 @@ CAPTION: Final = 1
 TOKENS: Final = 2
 FIRST_FRAME: Final = 3
 SOUND: Final = 4
+LAST_FRAME: Final = 5
+CONDITION: Final = 6
 
 
 def keyed_generator(*key: int) -> torch.Generator:
@@ -46,6 +48,20 @@ def drops_caption(seed: int, step: int, position: int, probability: float) -> bo
 def gives_first_frame(seed: int, step: int, position: int, probability: float) -> bool:
     """Return whether the model gets a video's first frame in this step."""
     return _happens(probability, seed, step, position, FIRST_FRAME)
+
+
+def frames_given(seed: int, step: int, position: int, shares: tuple[float, float]) -> int:
+    """Return how many frames of a video the model gets in this step: 1 the first, 2 the last too.
+
+    Args:
+        seed: The job's seed.
+        step: Optimizer step, counted from 0.
+        position: The sample's position in the global batch.
+        shares: How often the first frame is given, and how often the last one with it.
+    """
+    if not gives_first_frame(seed, step, position, shares[0]):
+        return 0
+    return 1 + _happens(shares[1], seed, step, position, LAST_FRAME)
 
 
 def _happens(probability: float, *key: int) -> bool:

@@ -3,30 +3,40 @@
 Videos are trained without sound, as by diffusion-pipe (`valid_audio` of its models/minimax_h3.py)
 and SimpleTuner (`minimax_h3_target_mode: video`): the sequence has no rows of it. Pipelines make
 both at once, so samples are videos made beside a sound that is dropped.
+
+A first frame and a last one are rows of their own, as in the stock pipeline: nearly without noise,
+at the place of the frame in time, and seen by Qwen3-VL. The loss is of the whole video, as in
+DiffSynth-Studio and musubi-tuner's fork.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from diffusers import MiniMaxH3ModularPipeline, MiniMaxH3Scheduler
 from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
+from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Layout
 from engine.families.shared.minimax_h3_forward import (
+    GIVEN,
     SOUND,
     TEXT,
     VIDEO,
     MiniMaxH3Transformer,
+    keyframes,
     lay_out,
 )
 from engine.families.shared.modular import BlocksPipeline
+from engine.families.shared.references import keyframes_in
 from engine.families.shared.text_masks import without_padding
+from jobs.run.rundir import read_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from PIL import Image
@@ -36,10 +46,15 @@ if TYPE_CHECKING:
 
 _TEXT: Final = "prompt_embeds"
 _MASK: Final = "prompt_embeds_mask"
+_TAGS: Final = "text_token_tags"
+"""Modality of each row of a text, `(L, 1)`: images among it are video."""
+_LABEL: Final = "<Picture"
+_PAD: Final = "<|image_pad|>"
 AUDIO: Final = "audio_latents"
 """Noisy rows of sound in a condition, `(B, 2·T, C)`, channel by channel."""
 _LAYER: Final = 50  # of Qwen3-VL
 _AUDIO_SHIFT: Final = 3.0  # audio_scheduler/scheduler_config.json
+_COLOURS: Final = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's mean and deviation
 _FEWEST: Final = 2  # points of a schedule, of which the last is the end
 
 # The authors' names, which ComfyUI has (`_convert_non_diffusers_minimax_h3_lora_to_diffusers`).
@@ -79,6 +94,7 @@ class MiniMaxH3Pipeline(BlocksPipeline, MiniMaxH3ModularPipeline):
     """MiniMax-H3's blocks, called as a stock pipeline; videos may be shorter than five seconds."""
 
     WORKFLOW = "t2va"
+    WORKFLOWS = {"image": "fl2va"}  # noqa: RUF012
     ENCODERS = ("text_encoder",)
     DECODERS = ("decode.video", "decode.audio")
     OUTPUT = "videos"
@@ -92,7 +108,7 @@ class MiniMaxH3Pipeline(BlocksPipeline, MiniMaxH3ModularPipeline):
 
 
 class MiniMaxH3(Family):
-    """MiniMax-H3 as text-to-video."""
+    """MiniMax-H3: videos from text, or from their first frame and their last one."""
 
     # Every linear layer of the blocks but the modulation: diffusion-pipe, musubi-tuner's fork and
     # DiffSynth-Studio leave it, and checkpoints for ComfyUI have another there ("pruned").
@@ -102,6 +118,7 @@ class MiniMaxH3(Family):
     )
     MODULATION = r"(^|\.)adaln_proj(\.|$)"
     COMFYUI = ComfyUI(_rename, lokr=None)
+    CONDITION_LEVEL = 0.001  # `keyframe_noise_aug` of the stock pipeline
 
     def pipeline_class(self) -> Any:
         return MiniMaxH3Pipeline
@@ -110,8 +127,8 @@ class MiniMaxH3(Family):
         return MiniMaxH3Transformer
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
-        """Return a pipeline with only what encodes prompts: without images, no processor."""
-        return super().load_text_pipeline(root, dtype, processor=NoImages(), **components)
+        """Return a pipeline with only what encodes prompts."""
+        return super().load_text_pipeline(root, dtype, processor=Processor(root), **components)
 
     def encode(
         self, pipeline: Any, prompt: str, max_sequence_length: int, *, negative: bool = False
@@ -121,21 +138,51 @@ class MiniMaxH3(Family):
         An empty text has no token at all. It is a space here, as in DiffSynth-Studio's pipeline
         (`negative_prompt`).
         """
+        return self._read(pipeline, _tokens(pipeline, prompt or " ", max_sequence_length))
+
+    def encode_with_images(
+        self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
+    ) -> dict[str, torch.Tensor]:
+        """The same with images before the text, each behind its number, and `text_token_tags`.
+
+        As `MiniMaxH3FL2VATextEncoderStep` does.
+        """
+        shown = pipeline.processor.image_processor(images=list(images), return_tensors="pt")
+        cells = pipeline.processor.image_processor.merge_size**2
+        start, pad, end = map(
+            pipeline.tokenizer.convert_tokens_to_ids,
+            ("<|vision_start|>", _PAD, "<|vision_end|>"),
+        )
+        tokens, tags = [], []
+        for number, grid in enumerate(shown["image_grid_thw"], start=1):
+            label = _tokens(pipeline, f"{_LABEL} {number}>: ")
+            image = [start, *[pad] * (int(grid.prod()) // cells), end]
+            tokens += label + image
+            tags += [TEXT] * len(label) + [VIDEO] * len(image)
+        text = _tokens(pipeline, prompt, max_sequence_length)
+        encoded = self._read(pipeline, tokens + text, **shown)
+        tags += [TEXT] * len(text)
+        return encoded | {_TAGS: torch.tensor(tags, device=encoded[_TEXT].device).unsqueeze(1)}
+
+    def _read(
+        self, pipeline: Any, tokens: list[int], **shown: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return what Qwen3-VL makes of tokens and of the images among them, and a mask."""
         encoder = pipeline.text_encoder
-        ids = pipeline.tokenizer(
-            prompt or " ",
-            add_special_tokens=False,
-            truncation=True,
-            max_length=max_sequence_length,
-            return_tensors="pt",
-        ).input_ids.to(encoder.device)
+        kinds = pipeline.processor.create_mm_token_type_ids([tokens])
+        ids = torch.tensor([tokens], device=encoder.device)
+        seen = {
+            name: values.to(encoder.device, encoder.dtype if values.is_floating_point() else None)
+            for name, values in shown.items()
+        }
         states = encoder(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            mm_token_type_ids=torch.zeros_like(ids),
+            mm_token_type_ids=torch.tensor(kinds, device=encoder.device),
             use_cache=False,
             output_hidden_states=True,
             logits_to_keep=1,
+            **seen,
         ).hidden_states
         text = states[_LAYER][0].contiguous()
         return {_TEXT: text, _MASK: torch.ones(len(text), dtype=torch.bool, device=text.device)}
@@ -146,6 +193,13 @@ class MiniMaxH3(Family):
         """Its autoencoder has pixels normalized as ImageNet's."""
         mean, deviation = _statistics(pixels)
         return super().encode_pictures(vae, (pixels / 2 + 0.5 - mean) / deviation)
+
+    def encode_condition(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """As the stock pipeline: drawn, always with the same noise, and rounded to fp16."""
+        latents: torch.Tensor = encode_vae_condition(
+            vae, ((pixels + 1) * 127.5).round().byte(), *_COLOURS
+        )
+        return latents
 
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
@@ -167,9 +221,11 @@ class MiniMaxH3(Family):
         arranged = without_padding(condition)
         mask = arranged.pop(_MASK, None)
         if mask is not None:
-            batch = arranged.pop(_TEXT)
-            for number, (text, seen) in enumerate(zip(batch, mask.bool(), strict=True)):
-                arranged[f"{_TEXT}_{number}"] = text[seen].unsqueeze(0)
+            for name in {_TEXT, _TAGS} & arranged.keys():
+                for number, (rows, seen) in enumerate(
+                    zip(arranged.pop(name), mask.bool(), strict=True)
+                ):
+                    arranged[f"{name}_{number}"] = rows[seen].unsqueeze(0)
         return arranged
 
     def predict(
@@ -181,24 +237,37 @@ class MiniMaxH3(Family):
         guidance: float,
     ) -> torch.Tensor:
         """Turn time and velocity around: a time is 1 without noise, a velocity leads to data."""
-        condition = self.arrange(condition)
-        texts = _texts(condition, len(noisy))
+        condition, batch = self.arrange(condition), len(noisy)
+        texts, tags = (_rows_of(name, condition, batch) for name in (_TEXT, _TAGS))
+        given = keyframes_in(condition)
         patch = tuple(transformer.config.patch_size)
         size = noisy.shape[2] // patch[0], noisy.shape[3] // patch[1], noisy.shape[4] // patch[2]
         sound = condition.get(AUDIO)
         if sound is None:
             sound = noisy.new_zeros(len(noisy), 0, transformer.config.audio_in_channels)
         lengths = [len(text) for text in texts]
-        layout = lay_out(lengths, size, sound.shape[1] // 2, noisy.device)
-        levels = [level, self._level_of_sound(level)] if sound.shape[1] else [level]
+        places = keyframes(len(given), size)
+        layout = lay_out(lengths, size, sound.shape[1] // 2, noisy.device, places)
+        kinds = layout.kinds.masked_fill(layout.kinds == GIVEN, VIDEO)
+        if tags:
+            kinds = kinds.index_copy(0, layout.indices[TEXT], torch.cat(tags).flatten())
+        levels, owners = [level], layout.owners
+        for kind, own in (
+            (SOUND, self._level_of_sound(level) if sound.shape[1] else None),
+            (GIVEN, level.clamp(max=self.CONDITION_LEVEL) if given else None),
+        ):
+            if own is not None:
+                owners = owners + batch * len(levels) * (layout.kinds == kind)
+                levels.append(own)
         several = len(texts) > 1
+        video = [patchify_video_latents(part.to(noisy.dtype), patch) for part in (*given, noisy)]
         rows = transformer(
-            hidden_states=patchify_video_latents(noisy, patch)[None],
+            hidden_states=torch.cat(video)[None],
             audio_hidden_states=sound.flatten(0, 1)[None],
             encoder_hidden_states=torch.cat(texts)[None],
             timestep=1 - torch.cat(levels),
-            timestep_indices=layout.owners + len(noisy) * (layout.tags == SOUND),
-            token_tags=layout.tags,
+            timestep_indices=owners,
+            token_tags=kinds,
             position_ids=layout.positions,
             video_indices=layout.indices[VIDEO],
             audio_indices=layout.indices[SOUND],
@@ -207,7 +276,7 @@ class MiniMaxH3(Family):
             texts=tuple(lengths) if several else (),
             samples=layout.samples if several else (),
         )[0]
-        return -_video(rows[0], noisy.shape, patch)
+        return -_video(rows[0, -len(video[-1]) :], noisy.shape, patch)
 
     def _level_of_sound(self, level: torch.Tensor) -> torch.Tensor:
         """Return sigma of sound at a step of the schedules at which video has `level`."""
@@ -231,11 +300,15 @@ class MiniMaxH3(Family):
         arguments: dict[str, Any] = {"num_frames": max(request.frames, self.facts.shortest)}
         if _TEXT in condition:
             text = condition[_TEXT]
+            tags = condition.get(_TAGS)
             arguments |= {
                 _TEXT: text.unsqueeze(0),
-                "text_token_tags": torch.full((len(text),), TEXT),
+                _TAGS: torch.full((len(text),), TEXT) if tags is None else tags[:, 0],
             }
         return arguments
+
+    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        return dict(zip(("image", "last_image"), pictures, strict=False))
 
     def _timesteps(self, steps: int) -> int:
         """One less than points of the schedule; where shifted ones are equal, fewer."""
@@ -254,19 +327,45 @@ class MiniMaxH3(Family):
         return _video(latents, (1, channels, frames, height, width), patch)
 
 
-class NoImages:
-    """In the place of Qwen3-VL's processor, which needs torchvision: all tokens are text."""
+class Processor:
+    """In the place of Qwen3-VL's processor, whose part for videos needs torchvision.
+
+    Args:
+        root: The model.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """What prepares images for the encoder; only read with images."""
+        # Imported here: transformers warns without torchvision.
+        from engine.families.shared.qwen_processor import load_image_processor
+
+        return load_image_processor(self._root)
+
+    @cached_property
+    def _image(self) -> int:
+        config = read_json(self._root / "text_encoder" / "config.json") or {}
+        return int(config.get("image_token_id", -1))
 
     def create_mm_token_type_ids(self, ids: list[list[int]]) -> list[list[int]]:
-        """Return the kind of each token."""
-        return [[0] * len(row) for row in ids]
+        """Return the kind of each token: 1 of an image, 0 of text."""
+        return [[int(token == self._image) for token in row] for row in ids]
 
 
-def _texts(condition: Mapping[str, torch.Tensor], batch: int) -> list[torch.Tensor]:
-    """Return the text of each sample, `(L, D)`."""
-    if _TEXT in condition:
-        return list(condition[_TEXT])
-    return [condition[f"{_TEXT}_{number}"][0] for number in range(batch)]
+def _tokens(pipeline: Any, text: str, most: int | None = None) -> list[int]:
+    """Return the tokens of a text, of which there are no special ones, cut to a number."""
+    tokens: list[int] = pipeline.tokenizer(text, add_special_tokens=False).input_ids
+    return tokens[:most]
+
+
+def _rows_of(name: str, condition: Mapping[str, torch.Tensor], batch: int) -> list[torch.Tensor]:
+    """Return a tensor of each sample's text, `(L, …)`; [] if there is none."""
+    if name in condition:
+        return list(condition[name])
+    return [condition[own][0] for n in range(batch) if (own := f"{name}_{n}") in condition]
 
 
 def _video(rows: torch.Tensor, shape: tuple[int, ...], patch: tuple[int, ...]) -> torch.Tensor:
@@ -279,8 +378,8 @@ def _video(rows: torch.Tensor, shape: tuple[int, ...], patch: tuple[int, ...]) -
 
 def _statistics(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and deviation of ImageNet's colors, `(1, 3, 1, 1, 1)`."""
-    mean = pixels.new_tensor((0.485, 0.456, 0.406)).view(1, -1, 1, 1, 1)
-    return mean, pixels.new_tensor((0.229, 0.224, 0.225)).view(1, -1, 1, 1, 1)
+    mean, deviation = (pixels.new_tensor(own).view(1, -1, 1, 1, 1) for own in _COLOURS)
+    return mean, deviation
 
 
 FAMILY = MiniMaxH3

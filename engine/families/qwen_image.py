@@ -18,7 +18,6 @@ from engine.families.shared.base import TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, as_in_diffusers
 from engine.families.shared.packing import OneFrameFamily, PackedFamily, pack, unpack
 from engine.families.shared.references import references_in
-from jobs.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -163,18 +162,12 @@ def _load_processor(root: Path) -> Any:
         UserError: The model lacks its files.
     """
     # Imported here: transformers warns without torchvision.
-    from transformers import Qwen2Tokenizer, Qwen2VLImageProcessor
+    from transformers import Qwen2Tokenizer
 
-    from engine.families.shared.qwen_processor import ImagesAndTexts
+    from engine.families.shared.qwen_processor import ImagesAndTexts, load_image_processor
 
-    if not (root / "processor" / "preprocessor_config.json").is_file():
-        raise UserError(
-            f"{root} is incomplete: processor/preprocessor_config.json is missing",
-            "download it again",
-        )
     return ImagesAndTexts(
-        Qwen2VLImageProcessor.from_pretrained(root / "processor"),
-        Qwen2Tokenizer.from_pretrained(root / "tokenizer"),
+        load_image_processor(root), Qwen2Tokenizer.from_pretrained(root / "tokenizer")
     )
 
 

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from engine.data.prepare import holds_first
+from engine.data.prepare import frame_shares
 from engine.diffusion.objective import NoiseDraw, NoisySample, Objective
-from engine.diffusion.random_numbers import SOUND, gives_first_frame, keyed_generator
+from engine.diffusion.random_numbers import CONDITION, SOUND, frames_given, keyed_generator
 from engine.families.shared.collate import collate
-from engine.families.shared.references import first_frame_of, loss_inputs
+from engine.families.shared.references import first_frame_of, loss_inputs, noised
 from engine.model.compiled import uncompiled
 from engine.model.precision import computing
 from engine.parallel.sharding import reshard
+from jobs.spec.families import takes_keyframes
 from jobs.spec.keys.prompts import validation_seed_of
 
 if TYPE_CHECKING:
@@ -128,13 +129,23 @@ class ValidationLoss:
     def _read(self, samples: tuple[int, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Latents `(B, C, h, w)` and encoded captions `(B, …)`, on the device."""
         device = self.run.world.device
-        texts = [self.data.held_text(number) for number in samples]
+        frames = held_frames(self.data.held[samples[0]], self.run.spec)  # as of the whole batch
+        texts = [self.data.held_text(number, frames) for number in samples]
         latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
         batch = self.run.family.arrange(collate(texts, multiple=self.run.world.context_size))
         batch |= self.run.family.sizes(self.run.spec, [self.data.held_shown(n) for n in samples])
-        batch |= collate([self.data.held_references(number) for number in samples])
+        batch |= collate(
+            [
+                noised(
+                    self.data.held_references(number, frames),
+                    self.run.family.CONDITION_LEVEL,
+                    self._generator(number, 0, CONDITION),
+                )
+                for number in samples
+            ]
+        )
         batch |= collate([self._sound(number) for number in samples])
-        if gets_first_frame(self.data.held[samples[0]], self.run.spec):  # then the batch does
+        if frames and not takes_keyframes(self.run.spec):
             batch |= first_frame_of(latents)
         return latents, {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -187,7 +198,7 @@ def batches_of(held: Sequence[Sample], spec: DataPlanKeys) -> list[Batch]:
     """All forwards of a measurement, in an order that reads each sample once. Pure."""
     by_bucket: dict[tuple[Any, ...], list[int]] = {}
     for number, sample in enumerate(held):
-        alike = (sample.group, gets_first_frame(sample, spec))
+        alike = (sample.group, held_frames(sample, spec))
         by_bucket.setdefault(alike, []).append(number)
     size = spec.train_batch_size
     return [
@@ -198,14 +209,14 @@ def batches_of(held: Sequence[Sample], spec: DataPlanKeys) -> list[Batch]:
     ]
 
 
-def gets_first_frame(sample: Sample, spec: DataPlanKeys) -> bool:
-    """Whether the model gets a held-out sample's first frame, in a share of them. Pure.
+def held_frames(sample: Sample, spec: DataPlanKeys) -> int:
+    """Return how many frames of a held-out sample the model gets, as `frames_given`. Pure.
 
     It depends on the content and the validation seed alone, as the noise does, so that losses of
     jobs with other seeds or batches can be compared.
     """
-    probability = holds_first(sample, spec)
-    return gives_first_frame(validation_seed_of(spec), -1, _content_of(sample), probability)
+    shares = frame_shares(sample, spec)
+    return frames_given(validation_seed_of(spec), -1, _content_of(sample), shares)
 
 
 def _content_of(sample: Sample) -> int:

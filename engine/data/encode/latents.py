@@ -28,8 +28,12 @@ from engine.data.index.data_index import read_content, read_reference, weights_o
 from engine.data.index.views import (
     FITTING,
     View,
+    fills,
     fit,
     fit_reference,
+    keyframe_facts,
+    keyframe_name,
+    keyframes_of,
     random_mask,
     reference_view,
     view_of,
@@ -38,12 +42,7 @@ from engine.data.read.images import DECODER, decode
 from engine.data.read.masks import read_mask
 from engine.model.release import Watch, give_back
 from jobs.errors import NotFiniteError, UserError
-from jobs.spec.families import (
-    frames_beside,
-    needs_first_frame,
-    needs_last_frame,
-    references_of,
-)
+from jobs.spec.families import frames_beside, needs_first_frame, needs_last_frame
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from engine.run_context import RunContext
     from jobs.spec.job_spec import InputKeys, JobSpec
     from jobs.spec.keys.data import DataKeys
-    from jobs.spec.keys.job import JobKeys
 
 
 MASK: Final = "mask"
@@ -109,6 +107,13 @@ class LatentKeys:
             facts |= {"last_frame": True, "fps": self._spec.fps}
         return self._cache.key(content=item.digest, **facts, **self._facts)
 
+    def keyframe(self, sample: int, view: int, number: int) -> str:
+        """Return the cache key of a view of a video's first frame (0) or last one (1), alone."""
+        item = self._index.samples[sample]
+        facts = view_of(item, view, self._spec).facts()
+        facts |= keyframe_facts(item, number, self._spec) | self._facts
+        return self._cache.key(content=item.digest, **facts)
+
     def reference(self, sample: int, view: int, number: int) -> str:
         """Return the cache key of a conditioning image, cropped to match a view of its sample.
 
@@ -136,20 +141,26 @@ def prepare_latents(
     spec, family = run.spec, run.family
     keys = LatentKeys(spec, cache, run.model_root, index)
     drawn: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
+    given: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
     for sample, view in views:
         item = index.samples[sample]
         seen = view_of(item, view, spec)
         drawn[keys(sample, view)] = item.name, partial(to_pixels, item, seen, spec)
         for number in range(len(item.references)):
             read = partial(reference_pixels, item, number, seen, spec)
-            drawn[keys.reference(sample, view, number)] = _reference_name(item), read
+            given[keys.reference(sample, view, number)] = _reference_name(item), read
         if item.from_first and needs_first_frame(spec):
             read = partial(beginning_pixels, item, seen, spec)
-            drawn[keys.beginning(sample, view)] = f"the given frames of {item.name}", read
+            given[keys.beginning(sample, view)] = f"the given frames of {item.name}", read
+        for number in range(keyframes_of(item, spec)):
+            read = partial(keyframe_pixels, item, number, seen, spec)
+            given[keys.keyframe(sample, view, number)] = keyframe_name(item, number), read
+    drawn |= given
 
-    def encode(vae: Any, pixels: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    def encode(vae: Any, pixels: torch.Tensor, key: str) -> dict[str, torch.Tensor]:
         colours, mask = pixels[:, :_COLOURS], pixels[:, _COLOURS:]
-        latents = _checked(family.encode_pictures(vae, colours)[0], vae, name)
+        how = family.encode_condition if key in given else family.encode_pictures
+        latents = _checked(how(vae, colours)[0], vae, drawn[key][0])
         masks = {MASK: mask_channels(mask.cpu(), latents)} if mask.shape[1] else {}
         return {"latents": latents} | masks
 
@@ -177,8 +188,8 @@ def prepare_sounds(
         for number in samples
     }
 
-    def encode(vae: Any, sound: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
-        latents = _checked(family.encode_sound(vae, sound[:2]), vae, name)
+    def encode(vae: Any, sound: torch.Tensor, key: str) -> dict[str, torch.Tensor]:
+        latents = _checked(family.encode_sound(vae, sound[:2]), vae, drawn[key][0])
         return {"latents": latents, "heard": sound[2, 0].cpu()}
 
     _fill("sounds", run, cache, drawn, lambda: family.load_sound_vae(run.model_root), encode)
@@ -200,7 +211,7 @@ def _fill(
         cache: The cache.
         drawn: Key → the name in messages, and what reads it.
         load_vae: Loads the autoencoder.
-        encode: Encodes what was read, on the device; returns what is cached.
+        encode: Encodes what was read for a key, on the device; returns what is cached.
     """
     missing = find_missing(cache, list(drawn), run)
 
@@ -220,7 +231,7 @@ def _fill(
                 if vae is None:
                     vae = load_vae().to(run.world.device).eval()
                 with torch.no_grad():
-                    encoded = encode(vae, pixels.to(run.world.device), drawn[key][0])
+                    encoded = encode(vae, pixels.to(run.world.device), key)
                 if written is not None:
                     written.result()
                 written = writer.submit(cache.write, key, encoded)
@@ -291,12 +302,6 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
 
 
-def fills(spec: JobKeys) -> bool:
-    """Return whether a job's model fills in the masked part of an image."""
-    takes = references_of(spec)
-    return takes is not None and takes.masks
-
-
 def masked_pixels(pixels: torch.Tensor, mask: Image.Image) -> torch.Tensor:
     """Return pixels `(1, 3, H, W)` gray where a mask is white, and the mask: `(1, 4, H, W)`.
 
@@ -330,15 +335,20 @@ def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Ima
     return decode(content)
 
 
-def given_picture(sample: Sample, number: int, view: View, spec: DataKeys) -> Image.Image:
-    """Return a view of a video's first frame (number 0), or of its last one (1).
+def keyframe(sample: Sample, number: int, view: View, spec: DataKeys) -> Image.Image:
+    """Return a view of a video's first frame (0) or last one (1).
 
     Raises:
         UserError: The file changed after it was indexed.
     """
     with _report_unreadable(sample.name):
-        frames = _frames(sample, spec, sample.bucket[2] if number else 1)
-        return fit(Image.fromarray(frames[-1]), view)
+        count = sample.bucket[2] if number else 1
+        return fit(Image.fromarray(_frames(sample, spec, count)[-1]), view)
+
+
+def keyframe_pixels(sample: Sample, number: int, view: View, spec: DataKeys) -> torch.Tensor:
+    """Return `keyframe` as pixels, `(1, 3, 1, H, W)` in [-1, 1]."""
+    return _scaled([keyframe(sample, number, view, spec)])
 
 
 def beginning_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
@@ -347,8 +357,7 @@ def beginning_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
     Models whose other frames have latents of 0 get the first frame alone.
     """
     first, *last = (
-        _scaled([given_picture(sample, number, view, spec)])
-        for number in range(1 + needs_last_frame(spec))
+        keyframe_pixels(sample, number, view, spec) for number in range(1 + needs_last_frame(spec))
     )
     gray = frames_beside(spec, sample.bucket[2]) - 1 - len(last)
     return torch.cat([functional.pad(first, (0, 0, 0, 0, 0, gray)), *last], dim=2)

@@ -8,12 +8,13 @@ import logging
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 from transformers.utils import is_torchvision_available
 
-from engine.data.encode.latents import given_picture, reference_picture
+from engine.data.encode.latents import keyframe, reference_picture
 from engine.data.encode.tensor_cache import (
     TensorCache,
     find_missing,
@@ -26,9 +27,12 @@ from engine.data.encode.tensor_cache import (
 from engine.data.index.views import (
     FITTING,
     View,
+    as_keyframe,
     as_seen,
     fit,
     fit_whole,
+    keyframe_facts,
+    keyframe_name,
     reference_view,
     view_of,
 )
@@ -41,7 +45,14 @@ from engine.model.packing import packing_of
 from engine.model.precision import compute_dtype
 from jobs.errors import NotFiniteError
 from jobs.run.events import Freed
-from jobs.spec.families import frames_beside, needs_last_frame, references_of, sees_images
+from jobs.spec.families import (
+    frames_beside,
+    needs_first_frame,
+    needs_last_frame,
+    references_of,
+    sees_images,
+    takes_keyframes,
+)
 from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.untrusted.text import one_line
 
@@ -286,7 +297,8 @@ def prepare_texts(run: RunContext, directory: Path, texts: Iterable[Text]) -> Te
     with together("encode", len(missing), run) as shared:
         if sharded:
             with _load_pipeline(run, sharded=True) as pipeline:
-                for key, mine in _lockstep(missing, run.world):
+                rounds = (_lockstep(keys, run.world) for keys in _alike(missing, text_of))
+                for key, mine in chain.from_iterable(rounds):
                     if text_encoders.agree_to_stop(pipeline, run.stop_requested()):
                         break
                     content = _encode(family, pipeline, text_of[key], spec)
@@ -345,6 +357,12 @@ def _lockstep(missing: list[str], world: World) -> Iterable[tuple[str, bool]]:
         yield missing[min(number, len(missing) - 1)], number < len(missing)
 
 
+def _alike(missing: Sequence[str], text_of: Mapping[str, Text]) -> Iterable[list[str]]:
+    """Split keys into those of texts alone, and those with images, which run other layers."""
+    for with_images in (False, True):
+        yield [key for key in missing if bool(text_of[key].images) is with_images]
+
+
 @torch.no_grad()
 def _encode(
     family: Family, pipeline: Any, text: Text, spec: DataPlanKeys
@@ -396,29 +414,22 @@ def _report_freed(telemetry: Telemetry, memory: Released) -> None:
 # Some models encode images together with a text: those of a sample, or those of a prompt.
 
 
-def images_of(sample: Sample, view: int, spec: JobSpec) -> tuple[ImageInput, ...]:
+def images_of(sample: Sample, view: int, spec: JobSpec, frames: int = 0) -> tuple[ImageInput, ...]:
     """Return the images that are encoded with a sample's captions; () for most models.
 
     Args:
         sample: The sample.
         view: Index of the view.
         spec: The job.
+        frames: How many frames of its own the model is given: 1 the first, 2 the last too. Models
+            that need the first get it anyway.
     """
     if not sees_images(spec):
         return ()
     shown = view_of(sample, view, spec)
     if sample.from_first:
-        given: list[tuple[str, dict[str, Any]]] = [("first", {"frame": 0})]
-        if needs_last_frame(spec):
-            given.append(("last", {"frame": sample.bucket[2] - 1, "fps": spec.fps}))
-        return tuple(
-            ImageInput(
-                _key(sample.digest, shown.facts() | facts),
-                partial(given_picture, sample, number, shown, spec),
-                f"the {name} frame of {sample.name}",
-            )
-            for number, (name, facts) in enumerate(given)
-        )
+        count = 1 + needs_last_frame(spec) if needs_first_frame(spec) else frames
+        return tuple(_of_frame(sample, number, shown, spec) for number in range(count))
     return tuple(
         _of_reference(sample, number, shown, spec) for number in range(len(sample.references))
     )
@@ -436,8 +447,17 @@ def prompt_images(
     """
     if not sees_images(spec):
         return ()
-    size = (request.width, request.height)
-    return tuple(_of_prompt(path, pictures[path], spec, size) for path in request.conditioning)
+    size, paths = (request.width, request.height), request.conditioning
+    if takes_keyframes(spec):
+        shown = [as_keyframe(pictures[path], size, n) for n, path in enumerate(paths)]
+        return tuple(_of_picture(*each) for each in zip(paths, shown, strict=True))
+    return tuple(_of_prompt(path, pictures[path], spec, size) for path in paths)
+
+
+def _of_frame(sample: Sample, number: int, shown: View, spec: InputKeys) -> ImageInput:
+    key = _key(sample.digest, shown.facts() | keyframe_facts(sample, number, spec))
+    read = partial(keyframe, sample, number, shown, spec)
+    return ImageInput(key, read, keyframe_name(sample, number))
 
 
 def _of_reference(sample: Sample, number: int, shown: View, spec: InputKeys) -> ImageInput:
@@ -457,6 +477,10 @@ def _of_prompt(path: str, picture: Image, spec: JobKeys, size: tuple[int, int]) 
         picture = fit(picture, View(size))
     if takes is not None and takes.seen is not None:
         picture = fit_whole(picture, takes.seen, None)
+    return _of_picture(path, picture)
+
+
+def _of_picture(path: str, picture: Image) -> ImageInput:
     digest = hashlib.sha256(picture.tobytes()).hexdigest()
     return ImageInput(_key(digest, {"size": list(picture.size)}), lambda: picture, path)
 

@@ -143,6 +143,7 @@ class Sample:
         notes: Conversions made while reading; keys of `engine.data.read.images.NOTES`.
         references: Its conditioning images.
         from_first: How often the model is conditioned on its first frame, 0 to 1.
+        to_last: How often it is conditioned on its last frame too, where it is on the first.
     """
 
     name: str
@@ -161,6 +162,7 @@ class Sample:
     mask_path: str = ""
     references: tuple[Reference, ...] = ()
     from_first: float = 0.0
+    to_last: float = 0.0
 
     @property
     def group(self) -> tuple[Any, ...]:
@@ -169,7 +171,8 @@ class Sample:
         # Always and never are what they were before there were shares: what checkpoints remember
         # of their data (`engine.checkpoint.data_facts`) is made of this text.
         first = self.from_first if 0 < self.from_first < 1 else bool(self.from_first)
-        return (self.bucket, sizes, first) if sizes or first else self.bucket
+        last = (self.to_last,) if self.to_last else ()
+        return (self.bucket, sizes, first, *last) if sizes or first else self.bucket
 
 
 @dataclass(frozen=True)
@@ -351,6 +354,7 @@ class Fitting:
         self._takes = references_of(spec)
         self._only_first = needs_first_frame(spec)
         self._first_frame = 1.0 if self._only_first else float(dataset.first_frame)
+        self._last_frame = float(dataset.last_frame)
 
     def __call__(self, entry: Entry, dataset: int, facts: _Facts | str) -> list[Sample] | str:
         """Return one sample per training resolution, or the reason why the entry is skipped."""
@@ -372,6 +376,7 @@ class Fitting:
             seen = reference.seen
             if self._takes and any(seen) and (why := self._takes.why_unfit(seen)):
                 return f"its conditioning image cannot be used: {why}"
+        moves = entry.is_video and frames > (1,)
         return [
             Sample(
                 entry.name,
@@ -386,7 +391,8 @@ class Fitting:
                 entry.row,
                 entry.is_video,
                 references=references,
-                from_first=self._first_frame if entry.is_video and frames > (1,) else 0.0,
+                from_first=self._first_frame if moves else 0.0,
+                to_last=self._last_frame if moves else 0.0,
             )
             for size, references in zip(sizes, beside, strict=True)
         ]

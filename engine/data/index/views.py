@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from PIL import Image, ImageDraw, ImageOps
 
-from jobs.spec.families import references_of
+from jobs.spec.families import references_of, takes_keyframes
 from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jobs.spec.families.references import Fit
     from jobs.spec.job_spec import InputKeys
     from jobs.spec.keys.data import DataKeys
+    from jobs.spec.keys.job import JobKeys
 
 
 FITTING: Final = 1
@@ -48,10 +49,15 @@ class View:
         return {"size": list(self.size), "centre": self.centre, "flip": self.flip}
 
 
+def fills(spec: JobKeys) -> bool:
+    """Return whether a job's model fills in the masked part of an image."""
+    takes = references_of(spec)
+    return takes is not None and takes.masks
+
+
 def count_views(spec: InputKeys) -> int:
     """Return the number of views of every sample: crops, sides and random masks."""
-    takes = references_of(spec)
-    masks = spec.mask_variants if takes is not None and takes.masks else 1
+    masks = spec.mask_variants if fills(spec) else 1
     return _count_sides(spec) * masks
 
 
@@ -282,6 +288,41 @@ def fit_whole(
     fitted = fit(*picture.size, side)
     box = (0, 0, *picture.size)
     return fit_reference(picture, ReferenceView(box, *fitted, flip=False))
+
+
+def as_keyframe(picture: Image.Image, size: tuple[int, int], number: int) -> Image.Image:
+    """Return a prompt's first frame (0) or last one (1) as `MiniMaxH3ResizeStep` does.
+
+    The first is stretched; the last covers the size, and its middle is taken.
+    """
+    if picture.size == size:
+        return picture
+    if number == 0:
+        return picture.resize(size, Image.Resampling.LANCZOS)
+    scale = max(size[0] / picture.width, size[1] / picture.height)
+    across, down = (
+        max(side, round(own * scale)) for side, own in zip(size, picture.size, strict=True)
+    )
+    left, top = (across - size[0]) // 2, (down - size[1]) // 2
+    scaled = picture.resize((across, down), Image.Resampling.LANCZOS)
+    return scaled.crop((left, top, left + size[0], top + size[1]))
+
+
+def keyframe_facts(sample: Sample, number: int, spec: DataKeys) -> dict[str, Any]:
+    """Return the values that determine which of its frames a keyframe is, as JSON values."""
+    return {"frame": sample.bucket[2] - 1, "fps": spec.fps} if number else {"frame": 0}
+
+
+def keyframe_name(sample: Sample, number: int) -> str:
+    """Return the name of a video's first or last frame in messages."""
+    return f"the {'last' if number else 'first'} frame of {sample.name}"
+
+
+def keyframes_of(sample: Sample, spec: JobKeys) -> int:
+    """Return how many frames of a sample the model may get beside it: 0, 1 or 2."""
+    if not sample.from_first or not takes_keyframes(spec):
+        return 0
+    return 1 + bool(sample.to_last)
 
 
 def random_mask(sample: Sample, view: View) -> Image.Image:

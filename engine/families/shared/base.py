@@ -131,6 +131,9 @@ class Family(ABC):
     MAKES_SOUND: bool = False
     """Whether the pipeline's second output is what `decode_sound` makes a video's sound of."""
 
+    CONDITION_LEVEL: float = 0.0
+    """Noise level of the conditioning images and frames that the model is given."""
+
     ENCODING: int = 0
     """Part of the keys of cached texts: raise it when the output of `encode` changes."""
 
@@ -286,6 +289,10 @@ class Family(ABC):
         For families that train on videos: `(B, 3, F, H, W)` to `(B, C, f, h, w)`.
         """
         return self.normalise(vae, vae.encode(pixels).latent_dist.mode())
+
+    def encode_condition(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Encode a conditioning image or frame like `encode_pictures`."""
+        return self.encode_pictures(vae, pixels)
 
     def normalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
         """Convert latents from the VAE's encoder to the denoiser's scale."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 VIDEO, TEXT, SOUND = range(3)
 """Modalities, which index the modulation."""
+GIVEN: Final = 3
+"""Rows of video that are not denoised."""
 CHANNELS: Final = 2
 """Of sound: one after the other in the sequence."""
 
@@ -99,26 +101,46 @@ class MiniMaxH3Transformer(MiniMaxH3Transformer3DModel):
         return super().forward(**names)
 
 
+class Given(NamedTuple):
+    """A frame that a sample is conditioned on.
+
+    Attributes:
+        time: Its position in time, from the end of the text.
+        height: Rows of its sequence, 2×2 latents each, from top to bottom.
+        width: The same from left to right.
+    """
+
+    time: float
+    height: int
+    width: int
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Rows of a sequence of samples, each `[text | sound | video]`.
+    """Rows of a sequence of samples, each `[text | given frames | sound | video]`.
 
     Attributes:
         samples: Rows of each sample.
         owners: Sample of each row, `(S,)`.
-        tags: Modality of each row, `(S,)`.
+        kinds: What each row is, `(S,)`: one of the modalities, or `GIVEN`.
         positions: In time, height and width, `(S, 3)`, float64.
+        indices: Places of the rows of each kind. Of given frames, those of all samples' first one
+            come before those of the second.
     """
 
     samples: tuple[int, ...]
     owners: torch.Tensor
-    tags: torch.Tensor
+    kinds: torch.Tensor
     positions: torch.Tensor
     indices: dict[int, torch.Tensor]
 
 
 def lay_out(
-    texts: Sequence[int], size: tuple[int, int, int], sounds: int, device: torch.device
+    texts: Sequence[int],
+    size: tuple[int, int, int],
+    sounds: int,
+    device: torch.device,
+    given: Sequence[Given] = (),
 ) -> Layout:
     """Return the rows of samples that differ in the length of their texts.
 
@@ -129,32 +151,59 @@ def lay_out(
         size: Frames, height and width in rows: those of latents, which are 2×2 latents each.
         sounds: Latents of sound, per channel; 0 for no sound.
         device: Where to.
+        given: What each sample is conditioned on.
     """
     frames, height, width = size
-    counts = {SOUND: sounds * CHANNELS, VIDEO: frames * height * width}
+    counts = [
+        *((GIVEN, frame.height * frame.width) for frame in given),
+        (SOUND, sounds * CHANNELS),
+        (VIDEO, frames * height * width),
+    ]
     with device:
-        media = _media_positions(size, sounds)
-        owners, tags, positions = [], [], []
-        places: dict[int, list[torch.Tensor]] = {TEXT: [], SOUND: [], VIDEO: []}
+        media = torch.cat([*map(_frame_positions, given), _media_positions(size, sounds)])
+        owners, kinds, positions = [], [], []
+        places: list[list[torch.Tensor]] = [[] for _ in (TEXT, *counts)]
         start = 0
         for owner, length in enumerate(texts):
             before = start
-            for tag, count in ((TEXT, length), *counts.items()):
-                places[tag].append(torch.arange(start, start + count))
-                tags.append(torch.full((count,), tag))
+            for own, (kind, count) in zip(places, ((TEXT, length), *counts), strict=True):
+                own.append(torch.arange(start, start + count))
+                kinds.append(torch.full((count,), kind))
                 start += count
             owners.append(torch.full((start - before,), owner))
             steps = torch.arange(length, dtype=torch.float64)
             positions.append(torch.stack([steps, *[torch.zeros_like(steps)] * 2], dim=1))
-            # Sound and video begin where the text ends.
+            # Everything else begins where the text ends.
             positions.append(torch.cat([media[:, :1] + length, media[:, 1:]], dim=1))
+        text, *before_sound, sound, video = map(torch.cat, places)
         return Layout(
-            tuple(length + sum(counts.values()) for length in texts),
+            tuple(length + sum(count for _, count in counts) for length in texts),
             torch.cat(owners),
-            torch.cat(tags),
+            torch.cat(kinds),
             torch.cat(positions),
-            {tag: torch.cat(parts) for tag, parts in places.items()},
+            {TEXT: text, SOUND: sound, VIDEO: torch.cat([*before_sound, video])},
         )
+
+
+def keyframes(count: int, size: tuple[int, int, int]) -> list[Given]:
+    """Return the places of a video's first frame and, if there are two, of its last one.
+
+    Args:
+        count: 0, 1 or 2.
+        size: Of the video; see `lay_out`.
+    """
+    frames, height, width = size
+    shown = sum(1 if latent % _CHUNK == 0 else 4 for latent in range(frames))
+    times = (0.0, _FRAME * (shown - 1))
+    return [Given(time, height, width) for time in times[:count]]
+
+
+def _frame_positions(frame: Given) -> torch.Tensor:
+    """Return positions of a frame's rows, `(rows, 3)`."""
+    root = (frame.height * frame.width) ** 0.5
+    time = torch.full((1,), frame.time, dtype=torch.float64)
+    axes = time, _axis(frame.height, root), _axis(frame.width, root)
+    return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], 1)
 
 
 def _media_positions(size: tuple[int, int, int], sounds: int) -> torch.Tensor:

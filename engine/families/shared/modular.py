@@ -31,6 +31,7 @@ class BlocksPipeline(ModularPipeline):
 
     Attributes:
         WORKFLOW: Its workflow that makes images of texts. Other components are not loaded.
+        WORKFLOWS: Others, by the argument that asks for them.
         ENCODERS: Names of the workflow's blocks that an encoded prompt makes needless.
         DECODERS: Names of those after the latents.
         OUTPUT: What the last of them call the images.
@@ -39,6 +40,7 @@ class BlocksPipeline(ModularPipeline):
     """
 
     WORKFLOW: ClassVar[str] = "text2image"
+    WORKFLOWS: ClassVar[Mapping[str, str]] = MappingProxyType({})
     ENCODERS: ClassVar[tuple[str, ...]]
     DECODERS: ClassVar[tuple[str, ...]]
     OUTPUT: ClassVar[str] = "images"
@@ -106,7 +108,8 @@ class BlocksPipeline(ModularPipeline):
         if guidance_scale is not None:
             self.guider.guidance_scale = guidance_scale
         arguments["num_inference_steps"] = max(self.FEWEST_STEPS, num_inference_steps)
-        workflow = self.blocks.get_workflow(self.WORKFLOW)
+        names = [name for argument, name in self.WORKFLOWS.items() if argument in arguments]
+        workflow = self.blocks.get_workflow(names[0] if names else self.WORKFLOW)
         if prompt is not None:
             words = {
                 "prompt": prompt,

@@ -1,12 +1,16 @@
-"""A processor for Qwen2.5-VL's images and texts, without the parts that are only for videos."""
+"""Processors of Qwen-VL's images and texts, without the parts that are only for videos."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import Qwen2VLProcessor
+from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor
+
+from jobs.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import Qwen2Tokenizer
 
 
@@ -30,3 +34,17 @@ class ImagesAndTexts(Qwen2VLProcessor):
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         self.video_token_id = tokenizer.convert_tokens_to_ids(self.video_token)
+
+
+def load_image_processor(root: Path) -> Any:
+    """Return what prepares images for a model's text encoder.
+
+    Raises:
+        UserError: The model lacks its files.
+    """
+    if not (root / "processor" / "preprocessor_config.json").is_file():
+        raise UserError(
+            f"{root} is incomplete: processor/preprocessor_config.json is missing",
+            "download it again",
+        )
+    return Qwen2VLImageProcessor.from_pretrained(root / "processor")

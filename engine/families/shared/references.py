@@ -27,6 +27,13 @@ the first frame.
 """
 
 
+KEYFRAME: Final = "keyframe_"
+"""With 0 appended, the name of a first frame's latents `(B, C, 1, h, w)`; of a last one's, with 1.
+
+They are for models that have it in tokens of its own, and stay in the loss.
+"""
+
+
 SOUND: Final = "sound"
 """Name of the latents of a video's sound, `(B, L, C)`, in a condition."""
 
@@ -39,10 +46,31 @@ SOUND_WEIGHT: Final = "sound_weight"
 
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the latents of conditioning images, each `(B, C, h, w)`, in their order."""
-    references: list[torch.Tensor] = []
-    while (name := f"{REFERENCE}{len(references)}") in condition:
-        references.append(condition[name])
-    return references
+    return _numbered(REFERENCE, condition)
+
+
+def keyframes_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the latents of a first frame and of a last one, each `(B, C, 1, h, w)`."""
+    return _numbered(KEYFRAME, condition)
+
+
+def _numbered(name: str, condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    while (own := f"{name}{len(tensors)}") in condition:
+        tensors.append(condition[own])
+    return tensors
+
+
+def noised(
+    latents: Mapping[str, torch.Tensor], level: float, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Return latents with the noise level at which a model is conditioned on them; 0 for none."""
+    if not level:
+        return dict(latents)
+    return {
+        name: torch.lerp(clean, torch.randn(clean.shape, generator=generator), level)
+        for name, clean in latents.items()
+    }
 
 
 def first_frame_of(latents: torch.Tensor) -> dict[str, torch.Tensor]:

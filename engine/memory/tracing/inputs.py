@@ -14,13 +14,20 @@ import torch
 from engine.families.shared.references import (
     BEGINNING,
     FIRST_FRAME,
+    KEYFRAME,
     REFERENCE,
     SOUND,
     SOUND_NOISE,
     SOUND_WEIGHT,
 )
 from jobs.errors import UserError
-from jobs.spec.families import frames_beside, get_family, needs_first_frame, references_of
+from jobs.spec.families import (
+    frames_beside,
+    get_family,
+    needs_first_frame,
+    references_of,
+    takes_keyframes,
+)
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import sizes_of
 
@@ -38,6 +45,9 @@ _CLIP_PATCHES: Final = 257
 _SIGLIP_PATCHES: Final = 729
 _SEEN_CELL: Final = 28  # pixels per side of a Qwen2.5-VL token
 _AROUND_SEEN: Final = 6  # tokens that delimit and number an image
+_QWEN3_CELL: Final = 32  # pixels per side of a Qwen3-VL token
+_LEAST_SEEN: Final = 65536  # pixels of an image in its processor's settings
+_AROUND_KEYFRAME: Final = 8  # tokens that delimit and number a frame
 _FIXED_TEXT: Final = 512  # tokens, for Anima, and for Wan's models that see the first frame
 _LARGE: Final = 1024  # scale factor beyond which every rule shrinks an image
 _GLYPHS: Final = 256  # most tokens of the quoted text in a HunyuanVideo 1.5 prompt
@@ -127,9 +137,11 @@ def reference_shapes(
     if needs_first_frame(spec):
         frames = frames_beside(spec, frames)
         return {BEGINNING: (latents_shape(spec, config, size, frames), torch.float32)}
-    takes = references_of(spec)
+    takes, frame = references_of(spec), (latents_shape(spec, config, size), torch.float32)
+    if takes_keyframes(spec):
+        return {f"{KEYFRAME}{number}": frame for number in range(count)}
     if takes is None:
-        return {FIRST_FRAME: (latents_shape(spec, config, size), torch.float32)}
+        return {FIRST_FRAME: frame}
     side = spec.conditioning_resolution if training or not takes.fixed else None
     if takes.fit is not None:
         size = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side).size
@@ -162,7 +174,10 @@ def references(spec: DataPlanKeys, *, training: bool) -> int:
         return 1
     if training:
         return max(
-            (dataset.references or bool(dataset.first_frame) for dataset in spec.datasets or []),
+            (
+                dataset.references or bool(dataset.first_frame) + bool(dataset.last_frame)
+                for dataset in spec.datasets or []
+            ),
             default=0,
         )
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)
@@ -171,12 +186,21 @@ def references(spec: DataPlanKeys, *, training: bool) -> int:
 def _seen_tokens(spec: InputKeys, size: tuple[int, int], count: int, *, training: bool) -> int:
     """Return the text tokens that conditioning images add if the encoder sees images."""
     takes = references_of(spec)
+    if takes_keyframes(spec):
+        return count * (_qwen3_tokens(size) + _AROUND_KEYFRAME)
     if takes is None or takes.seen is None:
         return 0
     side = spec.conditioning_resolution if training else None
     seen = takes.seen(size[0] * _LARGE, size[1] * _LARGE, side).size
     patches = [max(1, round(pixels / _SEEN_CELL)) for pixels in seen]
     return count * (patches[0] * patches[1] + _AROUND_SEEN)
+
+
+def _qwen3_tokens(size: tuple[int, int]) -> int:
+    """Return the tokens of an image in Qwen3-VL, which enlarges small ones."""
+    scale = max(1.0, (_LEAST_SEEN / (size[0] * size[1])) ** 0.5)
+    across, down = (-(-round(side * scale) // _QWEN3_CELL) for side in size)
+    return across * down
 
 
 def caption_shapes(
@@ -244,7 +268,8 @@ def caption_shapes(
         case "auraflow":
             return text("joint_attention_dim") | mask
         case "minimax_h3":
-            return text("text_dim") | {"prompt_embeds_mask": ((length,), torch.bool)}
+            tags = {"text_token_tags": ((length, 1), torch.int64)} if count else {}
+            return text("text_dim") | tags | {"prompt_embeds_mask": ((length,), torch.bool)}
         case "sana" | "pixart_sigma" | "ltxvideo":
             return text("caption_channels") | mask
         case "ltx2":  # for the video, and for the sound

@@ -42,6 +42,7 @@ __all__ = [
     "references_of",
     "sees_images",
     "takes_first_frame",
+    "takes_keyframes",
     "widened_of",
     "wrapped_classes",
 ]
@@ -200,6 +201,12 @@ def needs_last_frame(spec: JobKeys) -> bool:
     """Whether a job's model requires a last frame as well."""
     family = FAMILIES.get(spec.model_family)
     return family is not None and family.needs_last_frame(spec.model_flavour)
+
+
+def takes_keyframes(spec: JobKeys) -> bool:
+    """Whether a job's model takes a first and a last frame beside the video."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.takes_keyframes(spec.model_flavour)
 
 
 def frames_beside(spec: JobKeys, frames: int) -> int:

@@ -80,6 +80,8 @@ class Flavour:
         sees_first_frame: Whether an image encoder reads it too, and the last one if there is one.
         gray_frames: Whether gray frames follow it in those channels. Without, the latents of all
             other frames are 0, and the image encoder sees it as large as the video.
+        keyframes: Whether it is in tokens of its own instead, beside those of the whole video, and
+            so is a last frame; its text encoder sees both.
         longest_text: The most tokens of a text; None for any number.
         widened: The layer that gets as many inputs more, for a conditioning image, as the published
             model has; empty where the model is trained as it is.
@@ -102,6 +104,7 @@ class Flavour:
     last_frame: bool = False
     sees_first_frame: bool = False
     gray_frames: bool = True
+    keyframes: bool = False
     longest_text: int | None = None
     widened: str = ""
 
@@ -275,10 +278,15 @@ class Family:
         entry = self.flavours.get(flavour or "")
         return entry is not None and entry.last_frame
 
+    def takes_keyframes(self, flavour: str | None) -> bool:
+        """Whether a flavour takes a first and a last frame beside the video."""
+        entry = self.flavours.get(flavour or "")
+        return entry is not None and entry.keyframes
+
     def sees_images(self, flavour: str | None) -> bool:
         """Whether what a flavour is conditioned on goes through an encoder of texts or images."""
         entry, takes = self.flavours.get(flavour or ""), self.references_of(flavour)
-        if entry is not None and entry.sees_first_frame:
+        if entry is not None and (entry.sees_first_frame or entry.keyframes):
             return True
         return takes is not None and takes.seen is not None
 

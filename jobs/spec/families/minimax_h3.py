@@ -1,4 +1,4 @@
-"""MiniMax-H3 of MiniMax, text to video.
+"""MiniMax-H3 of MiniMax: videos from text, or from their first frame and their last one.
 
 Its configs were compared with those of MiniMaxAI/MiniMax-H3, and its numbers of parameters with the
 sizes in the indexes of its weights.
@@ -13,7 +13,14 @@ FAMILY = Family(
     transformer="MiniMaxH3Transformer3DModel",
     blocks=("MiniMaxH3TransformerBlock", "MiniMaxH3TokenRefinerBlock"),
     not_routed="its samples lie one behind the other in one sequence",
-    flavours={"fl2va": Flavour("MiniMaxAI/MiniMax-H3", note="text to video, without sound")},
+    flavours={
+        "fl2va": Flavour(
+            "MiniMaxAI/MiniMax-H3",
+            note="text, or first and last frame, to video, without sound",
+            first_frame=True,
+            keyframes=True,
+        )
+    },
     guidance="none",  # it is distilled into the model
     true_cfg=False,
     keeps_fp32=True,

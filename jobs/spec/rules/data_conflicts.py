@@ -17,6 +17,7 @@ from jobs.spec.families import (
     needs_last_frame,
     references_of,
     takes_first_frame,
+    takes_keyframes,
     widened_of,
 )
 from jobs.spec.rules.strategy import world_size
@@ -299,15 +300,16 @@ def _first_frame(spec: DataPlanKeys) -> Conflict | None:
     if family is None or takes_first_frame(spec):
         if needs_last_frame(spec):
             return None  # see `_needs`
+        most = 1 + takes_keyframes(spec)
         several = [
-            entry for entry in spec.validation_prompts if len(entry.conditioning_image or ()) > 1
+            entry for entry in spec.validation_prompts if len(entry.conditioning_image or ()) > most
         ]
         if several and family is not None:
             return Conflict(
                 "validation_prompts",
                 f'"{several[0].prompt}" has '
                 f"{len(several[0].conditioning_image or ())} conditioning images; the model takes "
-                "only one",
+                + ("a first frame and a last one" if most > 1 else "only one"),
                 named=True,
             )
         return None
@@ -317,6 +319,23 @@ def _first_frame(spec: DataPlanKeys) -> Conflict | None:
     which = f"; choose model_flavour: {' or '.join(names)}" if names else ""
     what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
     return Conflict("datasets", f"{what} cannot be trained with first_frame{which}", named=True)
+
+
+def _last_frame(spec: DataPlanKeys) -> Conflict | None:
+    given = [entry for entry in spec.datasets or [] if entry.last_frame]
+    family = FAMILIES.get(spec.model_family)
+    if not given or family is None:
+        return None
+    if not takes_keyframes(spec):
+        what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
+        return Conflict("datasets", f"{what} cannot be trained with last_frame", named=True)
+    if alone := next((entry for entry in given if not entry.first_frame), None):
+        return Conflict(
+            "datasets",
+            f"{alone.path} has a last_frame and no first_frame; set first_frame: true, or a share",
+            named=True,
+        )
+    return None
 
 
 def _one_place(spec: DataKeys) -> Conflict | None:
@@ -460,6 +479,7 @@ def _any_names(patterns: Collection[str], layer: str) -> bool:
 CONDITIONING_RULES = (
     _not_taken,
     _first_frame,
+    _last_frame,
     _one_place,
     _needs,
     _count,

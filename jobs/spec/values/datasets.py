@@ -67,7 +67,7 @@ Texts = Annotated[
 
 _RARE: Final = (
     *("resolution", "caption", "regularization", "loss_weight", "loss_weight_column", "mask_path"),
-    *(*CONDITIONING, "first_frame"),
+    *(*CONDITIONING, "first_frame", "last_frame"),
 )
 
 
@@ -98,6 +98,7 @@ class Dataset(BaseModel):
             metadata files.
         first_frame: Whether the model is given the first frame of each video; a number is the
             share of the micro-batches in which it is.
+        last_frame: The same of the last frame, and of the micro-batches with the first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -119,6 +120,7 @@ class Dataset(BaseModel):
     conditioning_suffix: Texts = None
     conditioning_column: Texts = None
     first_frame: Share = False
+    last_frame: Share = False
 
     @property
     def references(self) -> int:

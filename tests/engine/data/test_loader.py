@@ -59,22 +59,22 @@ class Data:
     def shown_of(self, draw: Draw) -> Shown:
         return Shown((draw.sample + 1, 8), 0, 0, (8, 8))
 
-    def references_of(self, draw: Draw) -> dict[str, torch.Tensor]:
+    def references_of(self, draw: Draw, frames: int) -> dict[str, torch.Tensor]:
         return {}
 
     def sound_of(self, sample: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         return {}
 
-    def first_frame_probability(self, draw: Draw) -> float:
-        return self.from_first
+    def frame_shares(self, draw: Draw) -> tuple[float, float]:
+        return self.from_first, 0.0
 
     def is_to_base(self, draw: Draw) -> bool:
         return draw.sample in self.to_base
 
-    def preserved_of(self, draw: Draw) -> str | None:
+    def preserved_of(self, draw: Draw, frames: int) -> str | None:
         return str(-draw.sample) if self.preserves else None
 
-    def caption_of(self, draw: Draw) -> str:
+    def caption_of(self, draw: Draw, frames: int) -> str:
         return str(draw.sample)
 
     def encoded(self, text: str) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ def test_inputs_that_are_not_finite_are_found_when_they_are_read_again(resident:
     for _ in at.step(0), at.step(1):
         pass
     weight_of = data.weight_of
-    data.references_of = lambda draw: {  # type: ignore[method-assign]
+    data.references_of = lambda draw, frames: {  # type: ignore[method-assign]
         "reference_0": torch.full((1,), torch.inf if draw.sample == 3 else 1.0)
     }
     assert at.inputs(0, [1, 2]) == [
@@ -215,7 +215,9 @@ def test_inputs_that_are_not_finite_are_found_when_they_are_read_again(resident:
 def test_conditioning_images_go_with_their_samples(resident: bool) -> None:
     """Not through what a family makes of texts."""
     data: Any = Data(resident=resident)
-    data.references_of = lambda draw: {"reference_0": torch.full((1, 2, 2), float(draw.sample))}
+    data.references_of = lambda draw, frames: {
+        "reference_0": torch.full((1, 2, 2), float(draw.sample))
+    }
     at = loader(data)
     family: Any = at._family
     family.arrange = lambda condition: {"arranged": -condition["embeds"]}

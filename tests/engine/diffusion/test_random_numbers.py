@@ -10,6 +10,7 @@ import torch
 
 from engine.diffusion.random_numbers import (
     drops_caption,
+    frames_given,
     gives_first_frame,
     keyed_generator,
     sample_generators,
@@ -48,3 +49,6 @@ def test_captions_that_were_dropped_are_dropped_again() -> None:
 def test_first_frames_that_were_given_are_given_again() -> None:
     given = [place for place in range(40) if gives_first_frame(42, 7, place, 0.2)]
     assert given == [3, 21, 24, 25, 27, 29]
+    counts = {place: frames_given(42, 7, place, (0.2, 0.5)) for place in range(40)}
+    assert [place for place, count in counts.items() if count] == given
+    assert {counts[place] for place in given} == {1, 2}, "the last one in half of these"

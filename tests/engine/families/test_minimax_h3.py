@@ -16,9 +16,19 @@ from diffusers.models.modeling_utils import get_parameter_dtype
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
 
 from engine.blocks.build import on_meta
+from engine.data.encode.latents import _scaled
+from engine.data.index.views import as_keyframe
 from engine.families import load
-from engine.families.minimax_h3 import MiniMaxH3Transformer, NoImages
-from engine.families.shared.minimax_h3_forward import SOUND, TEXT, VIDEO, lay_out
+from engine.families.minimax_h3 import AUDIO, MiniMaxH3Transformer, Processor, _video
+from engine.families.shared.minimax_h3_forward import (
+    GIVEN,
+    SOUND,
+    TEXT,
+    VIDEO,
+    keyframes,
+    lay_out,
+)
+from engine.families.shared.references import KEYFRAME
 from engine.memory.tracing.inputs import sampled
 from engine.model.quantized_linear import quantize_layers, quantized_layers
 from engine.toy.components.weights import one_thread
@@ -26,7 +36,7 @@ from jobs.models.find_model import find_index
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.exports import export_alone, recipe_of, trained_model
-from tests.support.engine.families import PROMPT, Case, quiet, toys_root
+from tests.support.engine.families import PROMPT, Case, batch_of, quiet, toys_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +62,7 @@ def stock(root: Path) -> Any:
         pipeline = ModularPipeline.from_pretrained(root, workflow="t2va")
         names = [name for name in pipeline.pretrained_component_names if name != "processor"]
         pipeline.load_components(names=names, local_files_only=True)
-    pipeline.register_components(processor=NoImages())
+    pipeline.register_components(processor=Processor(root))
     return pipeline
 
 
@@ -93,23 +103,27 @@ def test_diffusers_own_pipeline_makes_of_an_export_what_ours_makes(
     assert before is None or np.abs(found - before).max() > 1
 
 
+@pytest.mark.parametrize("anchors", [(), ("first",), ("first", "last")])
 @pytest.mark.parametrize("sounds", [0, 7])
 @pytest.mark.parametrize("size", [(1, 4, 4), (12, 3, 5)])
 def test_a_sequence_is_laid_out_as_by_the_stock_pipeline(
-    size: tuple[int, int, int], sounds: int
+    size: tuple[int, int, int], sounds: int, anchors: tuple[str, ...]
 ) -> None:
     """Each sample as if it was alone, one after the other."""
     texts = (5, 1)
-    layout = lay_out(texts, size, sounds, CPU)
+    layout = lay_out(texts, size, sounds, CPU, keyframes(len(anchors), size))
+    tags = layout.kinds.where(layout.kinds != GIVEN, VIDEO)
     ends = np.cumsum(layout.samples).tolist()
     frames, height, width = size
     for owner, (length, end) in enumerate(zip(texts, ends, strict=True)):
         rows = slice(end - layout.samples[owner], end)
-        positions, tags, *indices, _, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
-            torch.full((length,), TEXT), frames, 2 * height, 2 * width, sounds, (1, 2, 2), 2, 2, 0
+        shape = (frames, 2 * height, 2 * width)
+        positions, kinds, *indices, given, _ = MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+            torch.full((length,), TEXT), *shape, sounds, (1, 2, 2), 2, 2, 0, anchors
         )
         assert torch.allclose(layout.positions[rows], positions, rtol=1e-12, atol=1e-12)
-        assert torch.equal(layout.tags[rows], tags)
+        assert torch.equal(tags[rows], kinds)
+        assert int((layout.kinds[rows] == GIVEN).sum()) == given
         assert (layout.owners[rows] == owner).all()
         for tag, expected in zip((VIDEO, SOUND, TEXT), indices, strict=True):
             mine = layout.indices[tag]
@@ -176,3 +190,65 @@ def test_an_image_is_the_first_frame_of_the_shortest_video(case: Case) -> None:
         frames = case.family.decode(pipeline, latents, moving)
     assert len(frames) == 22
     assert np.array_equal(np.asarray(image), np.asarray(frames[0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+@torch.no_grad()
+def test_a_prediction_from_frames_is_what_the_pipelines_scheduler_gets(
+    count: int, case: Case
+) -> None:
+    """And the frames are encoded as by the pipeline: drawn, rounded, with some noise."""
+    pictures = [str(path) for path in sorted(case.paths.data.glob("*.png"))[:count]]
+    request = case.request(resolution="96x64", num_frames=22, seed=3, conditioning_image=pictures)
+    pipeline, calls = case.stock(), []
+
+    def spy(module: Any, args: Any, told: dict[str, Any], output: Any) -> None:
+        moving = ("hidden_states", "audio_hidden_states")  # the loop writes into them
+        calls.append((told | {name: told[name].clone() for name in moving}, output[0]))
+
+    pipeline.transformer.register_forward_hook(spy, with_kwargs=True)
+    case.run(pipeline, request, output_type="latent")
+    text = case.encoded(PROMPT, request=request)
+    vae, shape, rows = pipeline.vae, (1, 24, 7, 4, 6), 2 * 3
+    clean = [
+        case.family.encode_condition(vae, _scaled([as_keyframe(picture, (96, 64), number)]))
+        for number, picture in enumerate(case.pictures(request))
+    ]
+    assert calls
+    for told, output in list(calls):
+        video = told["hidden_states"][0]
+        given = {
+            f"{KEYFRAME}{n}": _video(video[n * rows : (n + 1) * rows], (1, 24, 1, 4, 6), (1, 2, 2))
+            for n in range(count)
+        }
+        for n in range(count):
+            noise = (given[f"{KEYFRAME}{n}"] - 0.999 * clean[n]) / 0.001
+            assert 0.7 < float(noise.std()) < 1.3
+        noisy, expected = (
+            _video(part[count * rows :], shape, (1, 2, 2)) for part in (video, -output[0])
+        )
+        level = 1 - told["timestep"][told["timestep_indices"][-1]].view(1)
+        condition = batch_of(text) | {AUDIO: told["audio_hidden_states"]}
+        found = case.family.predict(pipeline.transformer, noisy, level, condition | given, 1.0)
+        limit = 1e-4 * float(expected.abs().max())
+        assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
+        for other in ({}, {name: frame.flip(-1) for name, frame in given.items()}):
+            plain = case.family.predict(pipeline.transformer, noisy, level, condition | other, 1.0)
+            assert (plain - expected).abs().max() > 20 * limit, "they make a difference"
+
+
+@torch.no_grad()
+def test_frames_are_read_from_nothing_but_the_host() -> None:
+    """Of two samples with texts of different lengths."""
+    with torch.device("meta"):
+        transformer = MiniMaxH3Transformer(num_layers=1, num_refiner_layers=1)
+        noisy, frame = torch.empty(2, 24, 7, 4, 6), torch.empty(2, 24, 1, 4, 6)
+        texts = {}
+        for number, length in enumerate((5, 3)):
+            texts[f"prompt_embeds_{number}"] = torch.empty(1, length, 5120)
+            texts[f"text_token_tags_{number}"] = torch.empty(1, length, 1, dtype=torch.long)
+        given = {f"{KEYFRAME}{number}": frame for number in range(2)}
+        level = torch.empty(2)
+    found = load("minimax_h3").predict(transformer, noisy, level, texts | given, 1.0)
+    assert found.shape == noisy.shape

@@ -37,7 +37,7 @@ KINDS = ("lora", "full")
 # And with one process: layout and kind.
 ALONE = {
     "wan": "full",
-    "minimax_h3": "lora",
+    "minimax_h3:fl2va": "full",
     "ltx2:2.5-22b": "full",
     "wan:2.2-i2v-a14b-low": "full",
     "qwen_image:edit": "full",
@@ -110,7 +110,7 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     if case.takes is not None or case.first_frame:
         pictures = case.paths.data if case.first_frame else case.paths.control
         prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
-        if case.facts.needs_last_frame(case.flavour):
+        if case.facts.needs_last_frame(case.flavour) or case.facts.takes_keyframes(case.flavour):
             prompt["conditioning_image"].append(str(max(pictures.glob("*.png"))))
         if case.takes is not None and case.takes.masks:
             prompt["conditioning_image"].insert(0, str(max(case.paths.data.glob("*.png"))))

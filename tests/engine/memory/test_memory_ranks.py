@@ -129,6 +129,7 @@ EDIT: Final = {
 CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "kontext": ("flux:kontext", SHARDED),
     "edit": ("qwen_image:edit-2509", SHARDED | EDIT),
+    "keyframes": ("minimax_h3:fl2va", SHARDED | {"train_batch_size": 1, "max_sequence_length": 16}),
     "image to video": ("wan:2.1-flf2v-14b-720p", SHARDED | FULL | {"train_batch_size": 1}),
 }
 
@@ -143,9 +144,12 @@ def values_of(case: str, toy: Path, cache: Path) -> dict[str, Any]:
     if case in CONDITIONED:
         name, changes = CONDITIONED[case]
         values = {"cache_dir": str(cache), "num_processes": 2, "train_batch_size": 2}
-        return Case(name, toy).values(
+        of_case = Case(name, toy).values(
             max_train_steps=STEPS_TRAINED, lora_rank=8, **values | changes
         )
+        for entry in of_case["datasets"]:  # in every step
+            entry |= {key: True for key in ("first_frame", "last_frame") if key in entry}
+        return of_case
     usual: dict[str, Any] = {
         "num_processes": 2,
         "train_batch_size": 2,

@@ -33,7 +33,7 @@ from engine.toy.components.weights import one_thread
 from engine.train.validation_loss import (
     batches_of,
     forwards_each,
-    gets_first_frame,
+    held_frames,
     problem_at,
     quantile_of,
 )
@@ -181,18 +181,19 @@ def test_the_same_videos_are_measured_from_their_first_frames(
 ) -> None:
     """Whatever the seed of the training, its batches, and the videos beside them."""
 
-    def given_first(order: list[int], **values: Any) -> set[str]:
+    def given_first(order: list[int], **values: Any) -> dict[str, int]:
         spec = spec_of(0.1, validation_seed=1, **values)
-        held = [replace(sample_of(n), digest=f"{n:015x}", from_first=0.5) for n in order]
+        shares = {"from_first": 0.5, "to_last": 0.5}
+        held = [replace(sample_of(n), digest=f"{n:015x}", **shares) for n in order]
         batches = batches_of(held, spec)
-        firsts = [{gets_first_frame(held[n], spec) for n in one.samples} for one in batches]
+        firsts = [{held_frames(held[n], spec) for n in one.samples} for one in batches]
         assert all(len(alike) == 1 for alike in firsts), "a batch has one answer"
-        return {sample.name for sample in held if gets_first_frame(sample, spec)}
+        return {sample.name: held_frames(sample, spec) for sample in held}
 
     found = given_first(rest[:8], seed=seed, train_batch_size=batch)
     all_of_them = given_first(list(range(12)))
-    assert found == all_of_them & {f"{number}.png" for number in rest[:8]}
-    assert 2 < len(all_of_them) < 10
+    assert found == {f"{number}.png": all_of_them[f"{number}.png"] for number in rest[:8]}
+    assert {0, 1, 2} == set(all_of_them.values())
 
 
 LATENTS = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))

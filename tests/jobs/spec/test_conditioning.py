@@ -199,6 +199,22 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             "HunyuanVideo t2v cannot be trained with first_frame",
         ),
         (
+            [{"path": "d", "first_frame": True, "last_frame": True}],
+            {"model_family": "ltx2", "model_flavour": "2-19b"},
+            "LTX-2 2-19b cannot be trained with last_frame",
+        ),
+        (
+            [{"path": "d", "last_frame": 0.5}],
+            {"model_family": "minimax_h3", "model_flavour": "fl2va"},
+            "d has a last_frame and no first_frame; set first_frame: true, or a share",
+        ),
+        (
+            [],
+            {"model_family": "minimax_h3", "model_flavour": "fl2va"}
+            | {"sample_prompts": [{"prompt": "a", "conditioning_image": ["b", "c", "d"]}]},
+            '"a" has 3 conditioning images; the model takes a first frame and a last one',
+        ),
+        (
             [],
             {"model_family": "ltx2", "model_flavour": None, "train_audio": True}
             | {"loss_type": "huber"},

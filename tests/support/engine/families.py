@@ -65,6 +65,7 @@ CONDITIONED: Final = (
     *("wan:2.2-i2v-a14b-low", "wan:2.1-flf2v-14b-720p"),
     *("flux:control", "flux:canny", "flux:fill"),
     "hunyuanvideo15:480p-i2v-step-distilled",
+    "minimax_h3:fl2va",  # which makes videos from text as well
 )
 
 # Layouts whose jobs train with conditioning images, which some models take or leave.
@@ -217,7 +218,9 @@ class Case:
         if self.name not in PAIRED:
             return {"dataset": str(self.paths.data)}
         if self.takes is None:
-            entry = {"path": str(self.videos), "first_frame": True}
+            entry: dict[str, Any] = {"path": str(self.videos), "first_frame": True}
+            if self.facts.takes_keyframes(self.flavour):
+                entry |= {"first_frame": 0.8, "last_frame": 0.5}
             return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         entry = {"path": str(self.paths.data)}
         if not self.takes.masks:  # else they are drawn

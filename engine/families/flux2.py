@@ -15,7 +15,8 @@ from diffusers import Flux2Pipeline
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from transformers import Mistral3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from engine.families.shared.base import Family, TokenLayout
+from engine.families.shared.base import TokenLayout
+from engine.families.shared.flux2_latents import Flux2LatentsFamily, grid
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
 from engine.families.shared.references import references_in
 
@@ -51,7 +52,7 @@ _LAYOUT: Final = Layout(
 )
 
 
-class Flux2(Family):
+class Flux2(Flux2LatentsFamily):
     """FLUX.2. Conditioning images are tokens after the image's own, at later time positions."""
 
     # Every linear layer of the blocks: attention of both streams and their feed-forwards; single
@@ -103,31 +104,13 @@ class Flux2(Family):
         embeds, _ = pipeline.encode_prompt(prompt=prompt, max_sequence_length=max_sequence_length)
         return {"prompt_embeds": embeds[0].contiguous()}
 
-    # -- latents ---------------------------------------------------------------------------
-
-    def normalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
-        """`(B, 32, 2h, 2w)` of the VAE → `(B, 128, h, w)`."""
-        cells = Flux2Pipeline._patchify_latents(latents)
-        mean, deviation = _statistics(vae, cells)
-        return (cells - mean) / deviation
-
-    def denormalise(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
-        """`(B, 128, h, w)` → `(B, 32, 2h, 2w)` for the VAE."""
-        mean, deviation = _statistics(vae, latents)
-        unpatched: torch.Tensor = Flux2Pipeline._unpatchify_latents(latents * deviation + mean)
-        return unpatched
-
-    def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
-        """Its latents are cells of 2×2 already."""
-        return height * width * frames
+    # -- training --------------------------------------------------------------------------
 
     def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
         """By the pipeline's own formula, not by the points in the scheduler's settings."""
         if not self._schedule.get("use_dynamic_shifting"):
             return super().sampler_shift_of(height, width, frames)
         return math.exp(compute_empirical_mu(self.tokens_of(height, width, frames), _STEPS))
-
-    # -- training --------------------------------------------------------------------------
 
     def predict(
         self,
@@ -160,7 +143,7 @@ class Flux2(Family):
             return_dict=False,
         )[0]
         height, width = noisy.shape[2:]
-        return _grid(velocity[:, : height * width], height, width)
+        return grid(velocity[:, : height * width], height, width)
 
     # -- sampling --------------------------------------------------------------------------
 
@@ -186,20 +169,7 @@ class Flux2(Family):
     def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
         if latents.dim() == 4:  # klein's pipeline returns what the VAE decodes
             return self.normalise(pipeline.vae, latents)
-        step = 2 * pipeline.vae_scale_factor
-        return _grid(latents, request.height // step, request.width // step)
-
-
-def _grid(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """`(B, h·w, C)` → `(B, C, h, w)`."""
-    return tokens.transpose(1, 2).unflatten(2, (height, width))
-
-
-def _statistics(vae: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and deviation of each channel, `(1, 128, 1, 1)`, which the VAE's batch norm keeps."""
-    norm = vae.bn
-    deviation = torch.sqrt(norm.running_var + vae.config.batch_norm_eps)
-    return norm.running_mean.view(1, -1, 1, 1).to(latents), deviation.view(1, -1, 1, 1).to(latents)
+        return super().unpack(pipeline, latents, request)
 
 
 FAMILY = Flux2

@@ -83,12 +83,12 @@ def _build_transformer(seed: int, heads: int, *, guidance: bool) -> Flux2Transfo
         (transformer.double_stream_modulation_txt, 2),
         (transformer.single_stream_modulation, 1),
     ):
-        _open_gates(modulation.linear.weight, sets)
+        open_modulated_gates(modulation.linear.weight, sets)
     return transformer
 
 
 @torch.no_grad()
-def _open_gates(weight: torch.Tensor, sets: int) -> None:
+def open_modulated_gates(weight: torch.Tensor, sets: int) -> None:
     """Move the gates to about 1: modulations have no bias, but what they see is 0.2 on average.
 
     Args:

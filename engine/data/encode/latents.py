@@ -140,6 +140,7 @@ def prepare_latents(
     """
     spec, family = run.spec, run.family
     keys = LatentKeys(spec, cache, run.model_root, index)
+    beginning = "first and last frames" if needs_last_frame(spec) else "first frame"
     drawn: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
     given: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
     for sample, view in views:
@@ -151,7 +152,7 @@ def prepare_latents(
             given[keys.reference(sample, view, number)] = _reference_name(item), read
         if item.from_first and needs_first_frame(spec):
             read = partial(beginning_pixels, item, seen, spec)
-            given[keys.beginning(sample, view)] = f"the given frames of {item.name}", read
+            given[keys.beginning(sample, view)] = f"the {beginning} of {item.name}", read
         for number in range(keyframes_of(item, spec)):
             read = partial(keyframe_pixels, item, number, seen, spec)
             given[keys.keyframe(sample, view, number)] = keyframe_name(item, number), read

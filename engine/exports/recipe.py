@@ -63,6 +63,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "klein-4b": "Flux.2-klein-4b",
         "klein-9b": "Flux.2-klein-9b",
     },
+    "flux3": {"": "flux-3-image-klein-base", "image-klein-base": "flux-3-image-klein-base"},
     "qwen_image": {
         "": "Qwen-Image",
         "base": "Qwen-Image",
@@ -157,6 +158,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
 _IMPLEMENTATIONS: Final = {
     "flux": "https://github.com/black-forest-labs/flux",
     "flux2": "https://github.com/black-forest-labs/flux2",
+    "flux3": "https://github.com/black-forest-labs/flux-3-image-klein",
     "qwen_image": "https://github.com/QwenLM/Qwen-Image",
     "z_image": "https://github.com/Tongyi-MAI/Z-Image",
     "sd3": "https://github.com/Stability-AI/sd3.5",

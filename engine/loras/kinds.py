@@ -29,9 +29,16 @@ _AUTHORS: Final = _STREAMS | {"flux2", "hunyuanvideo15"}
 _MARKS: Final = tuple(
     (re.compile(pattern), frozenset(names))
     for pattern, names in (
-        (r"double_blocks_\d+_(img|txt)_|single_blocks_\d+_", _AUTHORS),
+        (r"double_blocks_\d+_(img|txt)_", _AUTHORS),
+        (r"single_blocks_\d+_", (*_AUTHORS, "flux3")),
+        (
+            r"(^|_)mode_blocks_(image_(cond_)?)?\d+_"
+            r"|single_blocks_\d+_([qkv]_proj|attn_out|mlp_(in|out))$",
+            ("flux3",),
+        ),
         (r"single_transformer_blocks_\d+_attn_to_(qkv_mlp_proj|out$)", ("flux2",)),
-        (r"transformer_blocks_\d+_ff(_context)?_linear_(in|out)", ("flux2",)),
+        (r"(?<!single_)transformer_blocks_\d+_ff(_context)?_linear_(in|out)", ("flux2",)),
+        (r"single_transformer_blocks_\d+_ff_linear_(in|out)", ("flux3",)),
         (r"single_transformer_blocks_\d+_(proj_mlp|proj_out)", _STREAMS),
         (
             r"(?<!single_)transformer_blocks_\d+_attn_(to_|add_)",

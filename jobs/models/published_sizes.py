@@ -56,6 +56,7 @@ PARAMETERS: Final[dict[str, int]] = {
     "black-forest-labs/FLUX.2-klein-9B": 9_078_581_248,
     "black-forest-labs/FLUX.2-klein-base-4B": 3_875_544_576,
     "black-forest-labs/FLUX.2-klein-base-9B": 9_078_581_248,
+    "black-forest-labs/flux-3-image-klein-base": 5_538_458_368,
     "MiniMaxAI/MiniMax-H3": 33_122_992_896,
     "circlestone-labs/Anima-Base-v1.0-Diffusers": 1_956_405_248,
     "diffusers/LTX-2.3-Diffusers": 18_988_838_144,

@@ -32,6 +32,7 @@ class BlocksPipeline(ModularPipeline):
     Attributes:
         WORKFLOW: Its workflow that makes images of texts. Other components are not loaded.
         WORKFLOWS: Others, by the argument that asks for them.
+        LEFT_OUT: Names of the workflow's blocks that are never run.
         ENCODERS: Names of the workflow's blocks that an encoded prompt makes needless.
         DECODERS: Names of those after the latents.
         OUTPUT: What the last of them call the images.
@@ -41,6 +42,7 @@ class BlocksPipeline(ModularPipeline):
 
     WORKFLOW: ClassVar[str] = "text2image"
     WORKFLOWS: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    LEFT_OUT: ClassVar[tuple[str, ...]] = ()
     ENCODERS: ClassVar[tuple[str, ...]]
     DECODERS: ClassVar[tuple[str, ...]]
     OUTPUT: ClassVar[str] = "images"
@@ -61,8 +63,7 @@ class BlocksPipeline(ModularPipeline):
         pipeline = cls(pretrained_model_name_or_path=str(root))
         how = {"local_files_only": given.pop("local_files_only", True)}
         how |= {} if dtype is None else {"dtype": dtype}
-        workflow = pipeline.blocks.get_workflow(cls.WORKFLOW)
-        needed = {spec.name for spec in workflow.expected_components}
+        needed = {spec.name for spec in pipeline.workflow().expected_components}
         for name in pipeline.pretrained_component_names:
             if name not in needed:
                 given[name] = None
@@ -74,6 +75,13 @@ class BlocksPipeline(ModularPipeline):
                 )
         pipeline.register_components(**given)
         return pipeline
+
+    def workflow(self, *skipped: str, of: str | None = None) -> Any:
+        """Return the blocks of a workflow, `WORKFLOW` by default, without those of these names."""
+        steps = self.blocks.get_workflow(of or self.WORKFLOW).sub_blocks
+        without = (*self.LEFT_OUT, *skipped)
+        kept = {name: block for name, block in steps.items() if name not in without}
+        return SequentialPipelineBlocks.from_blocks_dict(kept)
 
     def register_modules(self, **components: Any) -> None:
         """Set components, or remove those that are None."""
@@ -109,25 +117,23 @@ class BlocksPipeline(ModularPipeline):
             self.guider.guidance_scale = guidance_scale
         arguments["num_inference_steps"] = max(self.FEWEST_STEPS, num_inference_steps)
         names = [name for argument, name in self.WORKFLOWS.items() if argument in arguments]
-        workflow = self.blocks.get_workflow(names[0] if names else self.WORKFLOW)
+        workflow = partial(self.workflow, of=names[0] if names else self.WORKFLOW)
         if prompt is not None:
             words = {
                 "prompt": prompt,
                 "negative_prompt": negative_prompt,
                 "max_sequence_length": max_sequence_length,
             }
-            taken = {entry.name for entry in workflow.inputs}
+            taken = {entry.name for entry in workflow().inputs}
             arguments |= {name: word for name, word in words.items() if name in taken}
         latents = output_type == "latent"
         skipped = (self.ENCODERS if prompt is None else ()) + (self.DECODERS if latents else ())
-        steps = workflow.sub_blocks
-        blocks = {name: block for name, block in steps.items() if name not in skipped}
         # Of this class, whose properties blocks read.
-        pipeline = type(self)(blocks=SequentialPipelineBlocks.from_blocks_dict(blocks))
+        pipeline = type(self)(blocks=workflow(*skipped))
         pipeline.register_components(
             **{name: part for name, part in self.components.items() if name in pipeline.components}
         )
-        pipeline.set_progress_bar_config(**getattr(self, "bars", {}))
+        ModularPipeline.set_progress_bar_config(pipeline, **getattr(self, "bars", {}))
         run = partial(ModularPipeline.__call__, pipeline)
         if latents:
             return (run(**arguments, output="latents"),)

@@ -78,6 +78,7 @@ class Cells:
 
 CELLS: Final = {
     "flux2": Cells(16),
+    "flux3": Cells(16),
     "ideogram4": Cells(16),
     "sana": Cells(32),
     "wan": Cells(8, 4),
@@ -255,6 +256,8 @@ def caption_shapes(
             return text("joint_attention_dim") | {"prompt_attention_mask": ((length,), torch.bool)}
         case "lumina2":
             return text("cap_feat_dim") | mask
+        case "flux3":
+            return text("joint_attention_dim") | {"prompt_embeds_mask": ((length,), torch.bool)}
         case "ideogram4":
             return text("llm_features_dim") | {"prompt_embeds_mask": ((length,), torch.bool)}
         case "krea2":

@@ -384,9 +384,11 @@ def save_qwen_processor(model_dir: Path, pipeline: str, tokenizer: Qwen2Tokenize
     _write(model_dir / "model_index.json", {**parts, **named})
 
 
-def save_qwen3_vl_processor(model_dir: Path, tokenizer: Qwen2Tokenizer) -> None:
-    """Write Qwen3-VL's processor, which makes inputs of images and videos."""
-    directory = model_dir / "processor"
+def save_qwen3_vl_processor(
+    model_dir: Path, tokenizer: Qwen2Tokenizer, name: str = "processor"
+) -> None:
+    """Write Qwen3-VL's processor, which makes inputs of images and videos, as a component."""
+    directory = model_dir / name
     tokenizer.save_pretrained(directory)
     common = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "merge_size": 2, "patch_size": 16}
     common |= {"processor_class": "Qwen3VLProcessor", "temporal_patch_size": 2}

@@ -50,6 +50,7 @@ __all__ = [
 _NAMES = (
     "flux",
     "flux2",
+    "flux3",
     "qwen_image",
     "z_image",
     "sd3",

@@ -295,6 +295,23 @@ LAYOUTS = {
         ),
         "convert_cosmos_transformer_checkpoint_to_diffusers",
     ),
+    "flux3": Published(
+        "black-forest-labs--flux-3-image-klein-base",
+        {"num_layers": 1, "num_single_layers": 1},
+        {
+            name: shape
+            for blocks in ("content_mode_blocks.image", "txt_mode_blocks", "single_blocks")
+            for name, shape in prefixed(
+                f"{blocks}.0.",
+                {
+                    **square(3072, "q_proj", "k_proj", "v_proj", "attn_out"),
+                    "mlp_in": (2 * 9216, 3072),
+                    "mlp_out": (3072, 9216),
+                },
+            ).items()
+        },
+        "convert_flux3_transformer_checkpoint_to_diffusers",
+    ),
     "ideogram4": Published(
         "CalamitousFelicitousness--Ideogram-4-bf16-Diffusers",
         {"num_layers": 1},
@@ -398,7 +415,7 @@ FORMATS = {
         ("hunyuanvideo", "hunyuanvideo15", "z_image"), ("diffusers", "kohya", "comfyui")
     ),
     **dict.fromkeys(
-        ("auraflow", "pixart_sigma", "hidream", "ltxvideo", "ltx2", "minimax_h3"),
+        ("auraflow", "pixart_sigma", "hidream", "ltxvideo", "ltx2", "minimax_h3", "flux3"),
         ("diffusers", "comfyui"),
     ),
     "sana": ("diffusers",),  # ComfyUI has no Sana, and no script of kohya's trains it

@@ -63,7 +63,7 @@ from tests.support.engine.families import (
     Case,
     Spied,
     batch_of,
-    shrink_edits,
+    shrink_pipelines,
     toys_root,
     without_sound,
 )
@@ -92,7 +92,7 @@ CASES = {
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     with one_thread(), pytest.MonkeyPatch.context() as patched:
-        shrink_edits(patched.setattr)
+        shrink_pipelines(patched.setattr)
         yield
 
 

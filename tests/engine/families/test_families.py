@@ -39,6 +39,7 @@ from tests.support.engine.families import (
     batch_of,
     cases,
     chosen,
+    shrink_pipelines,
     toys_root,
 )
 from tests.support.engine.levels import assert_levels_are_quantiles
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 MASKED = {
     "chroma",
+    "flux3",
     "hunyuanvideo",
     "hunyuanvideo15",
     "ideogram4",
@@ -67,7 +69,8 @@ ATTENDS_TO_PADDING = {"auraflow"}
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    with one_thread():
+    with one_thread(), pytest.MonkeyPatch.context() as patched:
+        shrink_pipelines(patched.setattr)
         yield
 
 

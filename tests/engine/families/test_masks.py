@@ -27,6 +27,7 @@ from tests.support.engine.families import (
     batch_of,
     cases,
     chosen,
+    shrink_pipelines,
     toys_root,
 )
 
@@ -42,6 +43,7 @@ LONG: Final = " ".join([PROMPT] * 5)
 # with a mask, and all of them. Of others none has a mask.
 PADDED: Final = {
     "qwen_image": (2, 2),
+    "flux3": (5, 7),  # not where the image attends to itself
     "ideogram4": (2, 2),
     "krea2": (3, 4),  # not where it fuses the layers of a token
     "z_image": (3, 4),  # not where it refines the image alone
@@ -64,7 +66,8 @@ IN_VAIN: Final = {"lumina2": (4, 4), "sana": (6, 0), "sana:1.6b": (6, 0)}
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
-    with one_thread():
+    with one_thread(), pytest.MonkeyPatch.context() as patched:
+        shrink_pipelines(patched.setattr)
         yield
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LTX: Final = (128, 16, 16, 24)  # of 121 frames at 768x512
 # Why a default draws more than 60 % above sigma 0.9, or less than 5 % below 0.5.
 REASONS: Final = {
+    "flux3:image-klein-base": "what its blocks sample with; its authors train others with more",
     "wan:2.2-t2v-a14b-high": "the expert for sigmas above 0.875",
     "wan:2.2-i2v-a14b-high": "the expert for sigmas above 0.9",
     "wan:2.2-flf2v-a14b-high": "the expert for sigmas above 0.9",

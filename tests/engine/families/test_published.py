@@ -39,6 +39,9 @@ BLOCKS: Final[dict[str, str]] = {
         "HunyuanVideoTransformerBlock"
     ),
     "LTX2VideoTransformer3DModel": "LTX2VideoTransformerBlock",
+    "Flux3Transformer2DModel": (
+        "Flux3ModeTransformerBlock Flux3Modulation Flux3SingleTransformerBlock"
+    ),
     "Ideogram4Transformer2DModel": "Ideogram4TransformerBlock",
     "Krea2Transformer2DModel": "Krea2TextFusionBlock Krea2TransformerBlock",
     "LTXVideoTransformer3DModel": "LTXVideoTransformerBlock",
@@ -111,6 +114,8 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "black-forest-labs/FLUX.2-klein-9B": ("Flux2Transformer2DModel", 9_078_581_248),
     "black-forest-labs/FLUX.2-klein-base-4B": ("Flux2Transformer2DModel", 3_875_544_576),
     "black-forest-labs/FLUX.2-klein-base-9B": ("Flux2Transformer2DModel", 9_078_581_248),
+    # Of the defaults of diffusers' class, which are those of the authors' `JointSingleSeqParams`.
+    "black-forest-labs/flux-3-image-klein-base": ("Flux3Transformer2DModel", 5.538e9),
     # Of the file of anima-base, 4.18 GB, less 0.135 B that are the text conditioner's.
     "circlestone-labs/Anima-Base-v1.0-Diffusers": ("CosmosTransformer3DModel", 1.956e9),
     # The same; with the connectors' 3.17 B, the 22 B of its file's name.

@@ -22,7 +22,7 @@ from tests.support.engine.families import (
     PROMPT,
     Case,
     cases,
-    shrink_edits,
+    shrink_pipelines,
     toys_root,
 )
 from tests.support.engine.ranks import family as family_ranks
@@ -38,6 +38,7 @@ KINDS = ("lora", "full")
 ALONE = {
     "wan": "full",
     "minimax_h3:fl2va": "full",
+    "flux3": "full",
     "ltx2:2.5-22b": "full",
     "wan:2.2-i2v-a14b-low": "full",
     "qwen_image:edit": "full",
@@ -45,7 +46,7 @@ ALONE = {
     "flux:control": "lora",
     "flux:fill": "lora",
 }
-RESUMED = tuple(ALONE)[3:]  # and from the middle, all with conditioning images
+RESUMED = tuple(ALONE)[4:]  # and from the middle, all with conditioning images
 # Those that go on with two ranks as well: images beside the text, and first frames.
 RESUMED_ALIKE = ("qwen_image:edit", "wan:2.2-i2v-a14b-low")
 # What ranks do with these is what they do with another layout of the same family: with the base
@@ -59,7 +60,7 @@ LATE = {
     (name, "lora")
     for name in (
         *("auraflow", "flux", "qwen_image", "qwen_image:edit-2509", "flux2"),
-        "ideogram4",
+        *("flux3", "ideogram4"),
     )
 }
 LATE |= {("sana:1.6b", "full")}
@@ -68,7 +69,7 @@ LATE |= {("sana:1.6b", "full")}
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     with one_thread(), pytest.MonkeyPatch.context() as patched:
-        shrink_edits(patched.setattr)
+        shrink_pipelines(patched.setattr)
         yield
 
 

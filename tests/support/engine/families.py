@@ -96,18 +96,24 @@ def cases() -> list[str]:
     ]
 
 
-def shrink_edits(put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Have Qwen-Image-Edit's pipelines, and us, make images of 64² pixels instead of 1024².
+def shrink_pipelines(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Have pipelines, and us, make less than they do.
+
+    Those of Qwen-Image-Edit make images of 64² pixels instead of 1024²; FLUX.3's fills texts up to
+    a multiple of 4 tokens instead of 80, so that those of tests differ.
 
     Args:
         put: Sets an attribute.
     """
+    from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import AUTO_BLOCKS
+
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
 
         def smaller(area: int, ratio: float, own: Any = module.calculate_dimensions) -> Any:
             return own(min(area, _SMALL**2), ratio)
 
         put(module, "calculate_dimensions", smaller)
+    put(AUTO_BLOCKS["text_encoder"], "pad_multiple", 4)
     put(references, "_QWEN_SIDE", _SMALL)
     put(references, "_SEEN_SIDE", _SMALL)
 

@@ -20,7 +20,7 @@ from engine.ranks.world import leave_world, start_world
 from engine.run_job import run_job
 from jobs.run.rundir import RunDir
 from jobs.spec.file.load import load_spec
-from tests.support.engine.families import shrink_edits
+from tests.support.engine.families import shrink_pipelines
 
 
 def train(rank: int, ranks: int, jobs: dict[str, dict[str, Any]], output: Path) -> None:
@@ -29,7 +29,7 @@ def train(rank: int, ranks: int, jobs: dict[str, dict[str, Any]], output: Path) 
     for stream in (sys.stdout, sys.stderr):
         os.dup2(said, stream.fileno())
     torch.set_num_threads(1)
-    shrink_edits()
+    shrink_pipelines()
     for name, values in jobs.items():
         gc.collect()
         gc.freeze()  # each job collects garbage several times; what is left of those before is none

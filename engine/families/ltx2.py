@@ -22,12 +22,13 @@ from diffusers import AutoencoderKLLTX2Audio, LTX2ImageToVideoPipeline, LTX2Pipe
 from diffusers.pipelines.ltx2 import LTX2Vocoder, LTX2VocoderWithBWE
 from diffusers.pipelines.ltx2.utils import resolve_default_image_crf
 
-from engine.families.shared.base import Family, Sound
+from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, as_in_diffusers
 from engine.families.shared.ltx2_pipeline import (
     Connected,
     ConnectedImagePipeline,
     ConnectedPipeline,
+    SoundDecoder,
     SoundScale,
     log_spectrum,
     text_widths,
@@ -276,16 +277,18 @@ class LTX2(Family):
             pipeline.transformer_temporal_patch_size,
         )
 
-    def decode_sound(self, root: Path, latents: torch.Tensor, device: torch.device) -> Sound:
-        """By the sound's autoencoder and the vocoder, which no other phase needs."""
-        vae = self.load_sound_vae(root).to(device)
+    def sound_decoder(self, root: Path, *, load: bool = True) -> SoundDecoder:
+        """Return the sound's autoencoder with the vocoder, which no other phase needs."""
         later = self._index["vocoder"][1] == LTX2VocoderWithBWE.__name__
-        kind: Any = LTX2VocoderWithBWE if later else LTX2Vocoder
-        vocoder = kind.from_pretrained(root, subfolder="vocoder").to(device).float()
-        rows = latents.transpose(1, 2)  # (B, length, channels, mel bins)
-        scaled = rows.flatten(2) * vae.latents_std + vae.latents_mean
-        spectrum = vae.decode(scaled.view_as(rows).transpose(1, 2), return_dict=False)[0]
-        return Sound(vocoder(spectrum)[0].clamp(-1, 1).cpu(), vocoder.config.output_sampling_rate)
+        kinds: dict[str, Any] = {
+            "audio_vae": AutoencoderKLLTX2Audio,
+            "vocoder": LTX2VocoderWithBWE if later else LTX2Vocoder,
+        }
+        if load:
+            parts = [k.from_pretrained(root, subfolder=name) for name, k in kinds.items()]
+        else:
+            parts = [k.from_config(k.load_config(root / name)) for name, k in kinds.items()]
+        return SoundDecoder(*(part.float().eval() for part in parts))
 
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest

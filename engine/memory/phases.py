@@ -10,9 +10,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import families
+from engine.families.shared.references import SOUND
 from engine.memory.predict import state_bytes, trained_of
 from engine.memory.tracing import fakes
-from engine.memory.tracing.inputs import largest_encoded, sampled, training_frames
+from engine.memory.tracing.inputs import (
+    largest_encoded,
+    sampled,
+    sound_shapes,
+    training_frames,
+)
 from engine.memory.tracing.live import Live, rounded
 from engine.memory.walk import Layout, cost_of, swapped_of
 from engine.model.files.weights import stored_tensors
@@ -272,8 +278,11 @@ def latent_cache(spec: JobSpec, root: Path) -> Phase | None:
 def decoding(spec: JobSpec, root: Path) -> int:
     """Return the bytes for decoding the largest sample, on top of training; 0 if unknown."""
     asked = sampled(spec)
-    taken = asked and _autoencoder(spec, root, *asked, decodes=True)
-    return sum(taken) if taken else 0
+    if not asked:
+        return 0
+    taken = _autoencoder(spec, root, *asked, decodes=True)
+    # The autoencoder is back in host memory before sound is decoded.
+    return max(sum(taken or ()), _sound_decoder(spec, root, asked[1]))
 
 
 def scoring(spec: JobSpec) -> int:
@@ -336,6 +345,27 @@ def _autoencoder(
     return _bytes_of(weights), most
 
 
+def _sound_decoder(spec: JobSpec, root: Path, frames: int) -> int:
+    """Return the bytes for decoding a video's sound; 0 if there is none, or if unknown."""
+    family = families.load(spec.model_family, spec.model_flavour, root, spec.fps)
+    config = read_json(family.denoiser_of(root) / "config.json") or {}
+    if not family.MAKES_SOUND or frames == 1:
+        return 0
+    try:
+        length, width = sound_shapes(spec, config, frames, training=False)[SOUND][0]
+        channels = (read_json(root / "audio_vae" / "config.json") or {})["latent_channels"]
+        with parameters_on_meta():
+            decoder = family.sound_decoder(root, load=False)
+        with ExitStack() as stack, torch.no_grad():
+            live, weights = _live(stack, decoder, on_cuda=spec.device != "cpu")
+            latents = torch.empty(1, channels, length, width // channels)
+            live.reset()
+            decoder(latents)
+            return _bytes_of(weights) + live.most
+    except Exception:  # an unsupported decoder: skip this phase
+        return 0
+
+
 def _live(
     stack: ExitStack, model: torch.nn.Module, *, on_cuda: bool
 ) -> tuple[Live, list[torch.Tensor]]:
@@ -366,7 +396,8 @@ def _run(live: Live, family: Any, vae: Any, pixels: torch.Tensor, *, decodes: bo
     del encoded, code, pixels
     latents = torch.empty(shape, dtype=dtype)
     live.reset()
-    vae.decode(latents, return_dict=False)
+    pixels = vae.decode(latents, return_dict=False)[0]
+    (pixels * 0.5 + 0.5).clamp(0, 1)  # as `VaeImageProcessor` does
     return live.most
 
 

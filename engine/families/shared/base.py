@@ -447,9 +447,19 @@ class Family(ABC):
         """Return the samples per second that `encode_sound` takes."""
         raise NotImplementedError
 
-    def decode_sound(self, root: Path, latents: torch.Tensor, device: torch.device) -> Sound:
-        """Decode the latents of a video's sound, of a family that makes some."""
+    def sound_decoder(self, root: Path, *, load: bool = True) -> Any:
+        """Return the module that decodes a sound's latents, of a family that makes some.
+
+        Args:
+            root: The model.
+            load: Whether to load its weights, in fp32.
+        """
         raise NotImplementedError
+
+    def decode_sound(self, root: Path, latents: torch.Tensor, device: torch.device) -> Sound:
+        """Decode the latents of a video's sound."""
+        decoder = self.sound_decoder(root).to(device)
+        return Sound(decoder(latents)[0].clamp(-1, 1).cpu(), decoder.rate)
 
     def forwards_per_step(self, request: SampleRequest) -> int:
         """Return the number of denoiser forwards per denoising step of the pipeline."""

@@ -50,6 +50,27 @@ def log_spectrum(samples: torch.Tensor, config: Any) -> torch.Tensor:
     return (parts.abs().transpose(1, 2) @ scale).clamp(min=_QUIET).log()
 
 
+class SoundDecoder(torch.nn.Module):
+    """Makes a waveform of a sound's latents, as the transformer has them.
+
+    Attributes:
+        rate: Of the waveform, in samples per second.
+    """
+
+    def __init__(self, vae: Any, vocoder: Any) -> None:
+        super().__init__()
+        self._vae, self._vocoder = vae, vocoder
+        self.rate: int = vocoder.config.output_sampling_rate
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the waveform, `(B, 2, n)`, of latents `(B, channels, length, mel bins)`."""
+        rows = latents.transpose(1, 2)  # (B, length, channels, mel bins)
+        scaled = rows.flatten(2) * self._vae.latents_std + self._vae.latents_mean
+        spectrum = self._vae.decode(scaled.view_as(rows).transpose(1, 2), return_dict=False)[0]
+        waveform: torch.Tensor = self._vocoder(spectrum)
+        return waveform
+
+
 class SoundScale:
     """What the stock pipeline reads of the sound's autoencoder, which decodes nothing here.
 

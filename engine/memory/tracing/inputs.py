@@ -153,14 +153,23 @@ def reference_shapes(
 
 
 def sound_shapes(
-    spec: InputKeys, config: Mapping[str, Any], frames: int
+    spec: InputKeys, config: Mapping[str, Any], frames: int, *, training: bool = True
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype, by name, of what training is given of a video's sound."""
-    if not spec.train_audio:
+    """Return shape and dtype, by name, of what a denoiser is given of a video's sound.
+
+    Args:
+        spec: The job.
+        config: The denoiser's config.
+        frames: Of the video.
+        training: Whether it is a training sample. Samples of models that make sound have some,
+            whether it is trained or not, and as many rows of it as the pipeline counts.
+    """
+    if training and not spec.train_audio:
         return {}
+    samples = round(frames / spec.fps * config["audio_sampling_rate"])
     hop, step = config["audio_hop_length"], config["audio_scale_factor"]
-    spectrum = round(frames / spec.fps * config["audio_sampling_rate"]) // hop + 1
-    rows = ((spectrum - 1) // step + 1, config["audio_in_channels"])
+    length = samples // hop // step + 1 if training else round(samples / hop / step)
+    rows = (length, config["audio_in_channels"])
     return {
         SOUND: (rows, torch.float32),
         SOUND_NOISE: (rows, torch.float32),

@@ -31,7 +31,7 @@ from engine.train.muon import hidden_matrices
 from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.models.model_config import find_target
-from jobs.spec.families import denoiser_config
+from jobs.spec.families import denoiser_config, get_family
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.launch_conflicts import GPU_KERNELS
 from jobs.spec.rules.steps import preserves, trains_to_base
@@ -60,6 +60,7 @@ _ALWAYS: Final = (
     "model_type",
     "mixed_precision",
     "max_sequence_length",
+    "train_audio",
     "attention_backend",
     "fsdp_auto_wrap_policy",
     "torch_compile",
@@ -137,6 +138,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         "sharded": sharded,
         "size": size,
         "frames": frames,
+        "fps": get_family(spec.model_family).sound and spec.fps,  # so long is the sound
         "guided": not training and any(request.guided for request in requests_of(spec)),
         "base": training and (trains_to_base(spec) or preserves(spec)),
         "references": references(spec, training=training)
@@ -149,7 +151,9 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
     if spec.attention_backend in GPU_KERNELS:
         facts["attention_backend"] = "auto"  # `build` leaves the same kernel to torch
     key = json.dumps(facts, sort_keys=True)
-    of_model = {name: facts.get(name) for name in ("config", "model_type", *_OF_LORA)}
+    of_model = {
+        name: facts.get(name) for name in ("config", "model_type", "train_audio", *_OF_LORA)
+    }
     trains = json.dumps(of_model | {"training": training}, sort_keys=True)
     return Shape(key, spec, config, sharded, size, frames, training, trains)
 

@@ -282,12 +282,13 @@ def batch_of(
     latents = make((count, *latents_shape(spec, config, shape.size, shape.frames)))
     beside = references(spec, training=shape.training)
     place: dict[str, Any] = {"training": shape.training}
+    heard = shape.training or built.family.MAKES_SOUND
     condition = {
         name: make((count, *size), dtype=dtype)
         for name, (size, dtype) in (
             caption_shapes(spec, config, shape.size, beside, **place)
             | reference_shapes(spec, config, shape.size, beside, shape.frames, **place)
-            | (sound_shapes(spec, config, shape.frames) if shape.training else {})
+            | (sound_shapes(spec, config, shape.frames, **place) if heard else {})
         ).items()
     }
     of_level = torch.float32 if built.family.facts.objective == "flow" else torch.int64

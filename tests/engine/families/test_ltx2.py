@@ -13,7 +13,7 @@ import re
 import shutil
 from copy import copy
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -38,6 +38,7 @@ from engine.families.shared.references import (
 )
 from engine.memory.phases import text_cache
 from engine.memory.tracing.inputs import sound_shapes
+from engine.memory.tracing.model import shape_of
 from engine.model.text_encoders import encoder_bytes
 from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError, UserError
@@ -202,6 +203,11 @@ def test_estimates_count_the_tokens_of_sound(case: Case) -> None:
         real = case.family.encode_sound(vae, samples)
         assert sound_shapes(spec, config, frames)[SOUND][0] == real.shape
     assert not sound_shapes(case.spec(), config, 9)
+    for training in (True, False):  # one prediction is not taken for another
+        jobs: tuple[dict[str, Any], ...] = ({}, {"fps": 12.5}, {"train_audio": True})
+        asked = [case.spec(validation_prompts=[PROMPT], **changes) for changes in jobs]
+        shapes = [shape_of(spec, sharded=True, training=training) for spec in asked]
+        assert len({shape.key for shape in shapes if shape}) == len(jobs)
 
 
 def test_a_spectrum_is_that_of_the_trainer() -> None:
@@ -230,6 +236,9 @@ def test_a_samples_sound_is_that_of_the_stock_pipeline(case: Case) -> None:
         generator=torch.Generator().manual_seed(request.seed),
         output_type="latent",
     )[1]
+    spec, config = case.spec(fps=case.family.fps), pipeline.transformer.config
+    expected = sound_shapes(spec, config, case.frames, training=False)[SOUND][0]
+    assert expected == latents.transpose(1, 2).flatten(2)[0].shape, "as estimates count"
     sound = case.family.decode_sound(case.paths.model, latents, torch.device("cpu"))
     heard: list[torch.Tensor] = []
     pipeline.vocoder.register_forward_hook(lambda module, args, output: heard.append(output))

@@ -131,6 +131,13 @@ CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "edit": ("qwen_image:edit-2509", SHARDED | EDIT),
     "keyframes": ("minimax_h3:fl2va", SHARDED | {"train_batch_size": 1, "max_sequence_length": 16}),
     "image to video": ("wan:2.1-flf2v-14b-720p", SHARDED | FULL | {"train_batch_size": 1}),
+    # Of samples, decoding the sound takes most.
+    "sound": (
+        "ltx2:2.5-22b",
+        SHARDED
+        | {"train_audio": True, "validation_steps": 3, "validation_prompts": ["a dot", "a line"]}
+        | {"validation_resolution": 64, "validation_num_frames": 17},
+    ),
 }
 
 
@@ -217,6 +224,8 @@ def test_each_phase_takes_what_was_predicted(
         [name for name in MEASURED_AS if name not in some] if case in RUNS | HSDP_RUNS else STEPS
     )
     names = (*(name for name in some if predicted.phase(name) is not None), *names)
+    if case == "sound":
+        names = [*STEPS, "sample"]
     if case == "edit":  # its table of positions, no weight, is more than a toy's optimizer step
         names = [*STEPS[:2]]
     for name in names:

@@ -235,8 +235,8 @@ class Looks:
         self._asked_slurm = False
 
     def at_paths(self, values: Mapping[str, Any]) -> None:
-        """Check whether the model and the dataset exist, unless that was just done."""
-        for name in PATHS:
+        """Check whether the model and the datasets exist, unless that was just done."""
+        for name in (*PATHS, "datasets"):
             key = _key(name, values)
             if self._checked.get(name) != key:
                 self._checked[name] = key

@@ -472,9 +472,14 @@ def strategy_note(values: Mapping[str, Any], predicted: str = "") -> tuple[str, 
 def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
     """Check whether the model or the dataset exists; reads the disk.
 
+    Of `datasets`, whether something must be fetched; the rest is checked when the job is queued.
+
     Returns:
         Whether it can be used, and a description or error.
     """
+    if name == "datasets":
+        absent = next(iter(_absent_datasets(values)), None)
+        return absent is None, "" if absent is None else _offer("dataset", str(absent))
     text = str(values.get(name) or "")
     if not text:
         return True, ""
@@ -486,19 +491,37 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         check_job.check_model(spec)
         return True, f"a {spec.model_family} model"
     except UserError as error:
-        if is_url(text) and names_hub(name, values):
-            return False, f"{text} is not on this machine; ^r offers to fetch it"
-        if names_hub(name, values) and not is_offline():
-            if name == "dataset":
-                return False, f"no such dataset folder: {text}; if it is on the hub, ^r fetches it"
-            return False, f"{text} is not on this machine; ^r offers to fetch it from the hub"
-        return False, str(error)
+        offers = names_hub(name, values) and (is_url(text) or not is_offline())
+        return False, _offer(name, text) if offers else str(error)
     except ValidationError:  # reported as the field's error
         return True, ""
 
 
+def _offer(name: str, text: str) -> str:
+    """Return the error of a model or dataset that is not here and may be fetched."""
+    if is_url(text):
+        return f"{text} is not on this machine; ^r offers to fetch it"
+    if name == "dataset":
+        return f"no such dataset folder: {text}; if it is on the hub, ^r fetches it"
+    return f"{text} is not on this machine; ^r offers to fetch it from the hub"
+
+
+def _absent_datasets(values: Mapping[str, Any]) -> list[HubName]:
+    """Return the entries of `datasets` that must be fetched, and can be."""
+    if not values.get("datasets"):
+        return []
+    try:
+        spec = JobSpec.model_validate({"datasets": values["datasets"]})
+    except ValidationError:  # reported as the field's error
+        return []
+    absent = [name for name in find_missing(spec) if name.kind == "dataset"]
+    return [name for name in absent if is_url(str(name)) or not is_offline()]
+
+
 def names_hub(name: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the model or the dataset is on the hub and not fully downloaded."""
+    """Return whether the model or a dataset is on the hub and not fully downloaded."""
+    if name == "datasets":
+        return bool(_absent_datasets(values))
     text = str(values.get(name) or "")
     try:
         hub_name = HubName.read("dataset" if name == "dataset" else "model", text)

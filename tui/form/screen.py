@@ -283,7 +283,8 @@ class NewJobScreen(Screen[int | None]):
     def _path_checked(self, message: Looks.Checked) -> None:
         self.looks.take(message)
         note = f"✓ {message.text}" if message.good and message.text else ""
-        self.fields.rows[message.field].note(note)
+        if row := self.fields.rows.get(message.field):  # of a page that was opened
+            row.note(note)
         self.checks.now()
         self.submission.gate.look_again()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import os
 import re
 import shlex
@@ -16,7 +18,7 @@ from jobs.paths import exists
 from jobs.spec.values.spellings import normal_key
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from jobs.imports.common.draft import Draft, Rule
 
@@ -43,6 +45,15 @@ _BETWEEN: Final = ("then", "else", "do")
 _ITEMS: Final = re.compile(r"\$\{(?P<name>\w+)\[[@*]\]\}")
 _MARK: Final = "\x00"  # in no text that a shell takes
 _ENDS: Final = frozenset("\n;&|")
+_NAME: Final = re.compile(r"[A-Za-z_]\w*")
+_LARGEST: Final = 1 << 63  # a shell's numbers wrap around there
+_OPERATIONS: Final[dict[type[ast.operator], Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: _quotient(a, b),
+    ast.Mod: lambda a, b: a - b * _quotient(a, b),
+}
 _LAUNCHERS: Final = (
     *("torchrun", "accelerate-launch", "accelerate.commands.launch", "torch.distributed.run"),
 )
@@ -251,7 +262,8 @@ def _commands(text: str, where: str) -> list[list[str]]:
                 words = arrays.get(items["name"]) if items else None
                 for word in [token] if words is None else words:
                     for mark, original in inner.items():
-                        word = word.replace(mark, original)
+                        if mark in word:
+                            word = word.replace(mark, _computed(original, variables))
                     commands[-1] += _filled_in(word, variables)
     except ValueError as error:
         raise UserError(
@@ -318,6 +330,44 @@ def _end_of_substitution(text: str, at: int) -> int | None:
         if depth == 0:
             return i + 1
     return None
+
+
+def _computed(text: str, variables: Mapping[str, str]) -> str:
+    """Return the number that `$((…))` stands for; the text where that cannot be known.
+
+    Names of variables need no `$` there, and `/` and `%` round toward zero.
+    """
+    if not (text.startswith("$((") and text.endswith("))")):
+        return text
+    filled = " ".join(_filled_in(text[3:-2], variables))
+    filled = _NAME.sub(lambda name: f"({variables.get(name[0], name[0])})", filled)
+    try:
+        number = _value(ast.parse(filled.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError):
+        return text
+    return str(number) if abs(number) < _LARGEST else text
+
+
+def _quotient(a: int, b: int) -> int:
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+def _value(node: ast.expr) -> int:
+    """Return the value of an expression of whole numbers.
+
+    Raises:
+        ValueError: It has something else in it, or large numbers.
+    """
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            numbers = _value(left), _value(right)
+            if max(map(abs, numbers)) < _LARGEST:
+                return _OPERATIONS[type(op)](*numbers)
+    raise ValueError(ast.dump(node))
 
 
 def _keep_assignments(words: Sequence[str], variables: dict[str, str], *, sure: bool) -> None:

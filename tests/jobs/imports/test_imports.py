@@ -1827,6 +1827,34 @@ def test_what_a_shell_would_run_first_is_one_word(inner: str, flag: str) -> None
     assert not found.strays
 
 
+@pytest.mark.parametrize(
+    ("inner", "number"),
+    [
+        ("A * B", "12"),
+        ("$A*${B}+1", "13"),
+        ("(A + B) * -B", "-21"),
+        ("SUM % B", "1"),
+        ("-7 / 2", "-3"),
+        ("-7 % 3", "-1"),
+        ("A * UNKNOWN", None),
+        ("A / 0", None),
+        ("010", None),  # octal
+        ("A ** 9999", None),
+        ("9223372036854775807 + 1", None),
+    ],
+)
+def test_arithmetic_of_a_shell_is_computed(inner: str, number: str | None) -> None:
+    lines = (
+        "A=4 B=3",
+        "SUM=$((A + B))",
+        f'python train_dreambooth_lora_flux.py --max_train_steps "$(({inner}))" --rank $SUM',
+    )
+    assert command("\n".join(lines)).flags == {
+        "max_train_steps": number or f"$(({inner}))",
+        "rank": "7",
+    }
+
+
 @pytest.mark.parametrize("end", ["\\\n", "\\\r\n", "^\n", "^\r\n", "`\n", "`\r\n", "\\  \n"])
 def test_a_command_goes_on_as_in_any_shell(end: str) -> None:
     """Of sh, of cmd, and of PowerShell."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from accelerate import cpu_offload_with_hook
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from engine import run_job
 from engine.checkpoint import saver
@@ -36,7 +39,9 @@ class OwnTensors(Live):
     """Without gloo's copy of what it reduces and scatters, which NCCL does not make.
 
     It is made inside of the collective, and first seen when that splits it. And without what
-    ranks pickle to agree on a checkpoint: they talk through the host.
+    ranks pickle to agree on a checkpoint: they talk through the host. Where tensors are gathered
+    one by one, as for a checkpoint of whole files, gloo's thread has released each before the next:
+    on a busy machine it may hold one while the next is gathered.
     """
 
     saving = False
@@ -54,7 +59,21 @@ class OwnTensors(Live):
             self.ignore(args[0])
         if func.namespace == "c10d":
             self.linked += _linked(func, args)
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            func = _gather
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _gather(source: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
+    """Gather as the functional collective does; return once no thread of gloo holds the result."""
+    whole = source.new_empty(ranks * source.size(0), *source.shape[1:])
+    lent = whole.detach()
+    held = weakref.ref(lent)
+    _resolve_process_group(group)._allgather_base(lent, source.contiguous()).wait()
+    del lent
+    while held() is not None:
+        time.sleep(1e-4)
+    return whole
 
 
 def _linked(func: Any, args: tuple[Any, ...]) -> float:

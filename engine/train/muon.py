@@ -73,20 +73,20 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """
     count, rows, columns = matrices.shape
     tall = rows > columns
-    found = matrices.mT if tall else matrices
-    short, long = found.shape[1:]
-    found.div_(found.norm(dim=(1, 2), keepdim=True).clamp(min=_EPSILON))
+    batch = matrices.mT if tall else matrices
+    short, long = batch.shape[1:]
+    batch.div_(batch.norm(dim=(1, 2), keepdim=True).clamp(min=_EPSILON))
     a, b, c = _COEFFICIENTS
     free, other = matrices.new_empty(count, short, long), matrices.view(count, short, long)
     gram, polynomial = matrices.new_empty(2, count, short, short)
     for _ in range(_ITERATIONS):
-        torch.bmm(found, found.mT, out=gram)
+        torch.bmm(batch, batch.mT, out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        found = torch.baddbmm(found, polynomial, found, beta=a, out=free)
+        batch = torch.baddbmm(batch, polynomial, batch, beta=a, out=free)
         free, other = other, free
     if not tall:
-        return found
-    return free.view(count, rows, columns).copy_(found.mT)
+        return batch
+    return free.view(count, rows, columns).copy_(batch.mT)
 
 
 class Muon(torch.optim.Optimizer):

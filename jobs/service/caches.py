@@ -133,7 +133,7 @@ def _clear_old(store: Store, stuck: list[OSError]) -> tuple[int, int]:
 
 
 def _stores(store: Store) -> list[tuple[Path, set[str]]]:
-    """Return the directory of each address, and the copies that unfinished jobs have begun with.
+    """Return the directory of each address, and the copies that unfinished jobs started with.
 
     A job that is queued for the first time will read the newest one. Where it is unknown what a job
     reads, there is no directory.

@@ -64,9 +64,9 @@ def test_what_the_caller_holds_costs_no_memory(shape: tuple[int, int, int]) -> N
     size, gram = held.nbytes, 4 * shape[0] * min(shape[1:]) ** 2
     with Live() as live, torch.no_grad():
         live.ignore(held)
-        found = orthogonalize(held)
+        batch = orthogonalize(held)
     assert size + 2 * gram <= live.most <= size + 2 * gram + 3 * BLOCK
-    assert torch.linalg.svdvals(found).median() == pytest.approx(1, abs=0.3)
+    assert torch.linalg.svdvals(batch).median() == pytest.approx(1, abs=0.3)
 
 
 @pytest.mark.slow

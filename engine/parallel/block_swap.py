@@ -36,15 +36,21 @@ _MEMORY: Final = "fsdp-tui-swapped-blocks"
 # before the resnets that they follow.
 _STAGES: Final = ("down_blocks", "mid_block", "up_blocks", "conv_norm_out", "conv_out")
 _PAIR: Final = ("resnets", "attentions")
+# FLUX.3's after its `mode_blocks.image_cond`, which no forward calls: fetched ahead, a block of it
+# would stay where it was fetched to.
+_MODES: Final = ("txt_mode_blocks", "mode_blocks.image", "single_transformer_blocks")
 
 
 def place_in_forward(name: str) -> tuple[int, ...]:
     """Return the key that sorts the names of a model's modules into the order of forward.
 
-    The sort must be stable, since it moves only UNets' modules: other models register their blocks
-    in that order, except for Lumina 2's four refiners.
+    The sort must be stable, since it moves only modules of UNets and FLUX.3: other models register
+    their blocks in that order, except for Lumina 2's four refiners.
     """
     stage, *path = name.split(".")
+    for order, mode in enumerate(_MODES):
+        if name.startswith(f"{mode}."):
+            return (order,)
     if stage not in _STAGES:
         return ()
     place = (_STAGES.index(stage), int(path.pop(0)) if path and path[0].isdigit() else 0)

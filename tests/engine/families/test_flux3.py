@@ -22,6 +22,7 @@ from diffusers.modular_pipelines.flux3.before_denoise import (
 )
 
 from engine.families import flux3, load
+from engine.parallel.block_swap import place_in_forward
 from engine.toy.components.weights import one_thread
 from jobs.errors import SpecError
 from jobs.models.model_files import check_model
@@ -156,6 +157,20 @@ def test_a_distilled_model_is_refused(case: Case, tmp_path: Path) -> None:
     path.write_text(json.dumps(index | {"_class_name": "Flux3DistilledModularPipeline"}))
     with pytest.raises(SpecError, match=r"Flux3DistilledModularPipeline, not a FLUX\.3 model"):
         check_model(case.spec(pretrained_model_name_or_path=str(root)))
+
+
+@torch.no_grad()
+def test_its_blocks_are_sorted_into_the_order_of_forward() -> None:
+    """Those that are not called come first, where nothing fetches them ahead."""
+    model = tiny(load("flux3").transformer_class())
+    blocks = {n: m for n, m in model.named_modules() if type(m).__name__.endswith("Block")}
+    called: list[str] = []
+    for name, block in blocks.items():
+        block.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    noisy, text = torch.zeros(1, 128, 2, 2), torch.zeros(1, 3, 8)
+    condition = {"prompt_embeds": text}
+    load("flux3").predict(model, noisy, torch.ones(1), condition, 1.0)
+    assert sorted(blocks, key=place_in_forward) == ["mode_blocks.image_cond.0", *called]
 
 
 @torch.no_grad()

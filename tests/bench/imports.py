@@ -1,7 +1,7 @@
 """`python tests/bench/imports.py TOOL CHECKOUT [PATH …]`: imports against the tool's own values.
 
-TOOL is ai-toolkit, simpletuner, diffusers-script, onetrainer, diffusion-pipe, kohya or
-musubi-tuner, CHECKOUT its source. All configurations in it are read, and those among PATHs (files
+TOOL is ai-toolkit, simpletuner, diffusers-script, onetrainer, diffusion-pipe, kohya, musubi-tuner
+or ltx-trainer, CHECKOUT its source. All configurations in it are read, and those among PATHs (files
 or folders). What a configuration leaves out is looked up in that source, so that a new version of
 the tool shows what has changed. Each key that decides what is trained is then one of:
 
@@ -34,6 +34,7 @@ from tests.bench.import_sources import (  # noqa: E402
     ai_toolkit,
     diffusion_pipe,
     kohya,
+    ltx_trainer,
     onetrainer,
     scripts,
     simpletuner,
@@ -68,6 +69,10 @@ _OTHER_TRAININGS: Final = {
     "model_family": "another model family",
     **dict.fromkeys(("model.arch", "model_type", "model.type"), "another model family"),
     "type": "another kind of training",
+    "training_strategy.video": "sound without video",
+    "training_strategy.video.is_generated": "sound without video",
+    "training_strategy.video.conditions": "other conditions than a first frame",
+    "training_strategy.audio.is_generated": "videos of their sound",
 }
 
 
@@ -141,7 +146,7 @@ def _other_training(imported: Imported) -> str:
     lost = imported.report.of(Kind.UNSUPPORTED)
     return next(
         (f"{_OTHER_TRAININGS[e.key]}: {e.value}" for e in lost if e.key in _OTHER_TRAININGS), ""
-    )
+    ).rstrip(": ")
 
 
 def _methods_of(imported: Imported) -> list[str]:
@@ -183,6 +188,8 @@ def _mine(spec: JobSpec, ours: str) -> Any:
         return list(all_resolutions(spec))
     if ours == "num_frames":
         return spec.num_frames or 1
+    if ours == "first_frame":
+        return [float(entry.first_frame) for entry in datasets_of(spec)]
     if ours == "repeats":
         return [entry.repeats for entry in datasets_of(spec)] if spec.datasets else [1]
     if ours == "lora_alpha":
@@ -264,6 +271,7 @@ _TOOLS: Final[dict[str, Any]] = {
     "diffusion-pipe": diffusion_pipe.read_all,
     "kohya": kohya.read_all,
     "musubi-tuner": kohya.read_all,
+    "ltx-trainer": ltx_trainer.read_all,
 }
 
 if __name__ == "__main__":

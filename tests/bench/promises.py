@@ -66,6 +66,7 @@ BENCHES: Final = {
     "diffusion-pipe": Bench(f"{IMPORTS} diffusion-pipe CHECKOUTS/diffusion-pipe"),
     "sd-scripts": Bench(f"{IMPORTS} kohya CHECKOUTS/sd-scripts"),
     "musubi-tuner": Bench(f"{IMPORTS} musubi-tuner CHECKOUTS/musubi-tuner"),
+    "ltx-trainer": Bench(f"{IMPORTS} ltx-trainer CHECKOUTS/LTX-2"),
 }
 
 GIB: Final = 2**30 / 1e9  # GB
@@ -510,5 +511,12 @@ CLAIMS: Final = (
         "19 of 39 compared; 0 silent",
         {OTHERS: "| musubi-tuner, 24 June 2026 | 39 | 19 | 0 |"},
         says("19 of 39 compared; 0 silent"),
+    ),
+    Claim(
+        "ltx-trainer",
+        "imports from ltx-trainer",
+        "3 of 16 compared; 0 silent",
+        {OTHERS: "| ltx-trainer, 16 August 2026 | 16 | 3 | 0 |"},
+        says("3 of 16 compared; 0 silent"),
     ),
 )

@@ -41,6 +41,10 @@ def read(path: Path) -> Draft:
     draft.values["model_family"] = "ltx2"
     draft.defaults = CONFIG.defaults_of(draft)
     CONFIG.apply(draft)
+    if draft.get(f"{_STRATEGY}.name") == "flexible" and not any(
+        key.startswith(f"{_STRATEGY}.video") for key in theirs
+    ):
+        draft.unsupported(f"{_STRATEGY}.video", "none; sound is trained with its video only")
     draft.values["weight_decay"] = 0.01
     draft.assume("optimization.optimizer_type", "as torch's AdamW has it", weight_decay=0.01)
     return draft

@@ -773,6 +773,32 @@ def test_ltx_trainers_first_frames_are_the_datasets(
     assert [one.first_frame for one in datasets_of(ltx(tmp_path, values).spec)] == [share]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "lost"),
+    [
+        ({"video": {"is_generated": True}, "audio": {"is_generated": True}}, set()),
+        ({"video": {"is_generated": True}}, set()),
+        ({"audio": {"is_generated": True}}, {"video"}),
+        (
+            {"video": {"is_generated": False}, "audio": {"is_generated": True}},
+            {"video.is_generated"},
+        ),
+        (
+            {"video": {"is_generated": True}, "audio": {"is_generated": False}},
+            {"audio.is_generated"},
+        ),
+    ],
+)
+def test_what_ltx_trainer_conditions_on_video_or_sound_is_named(
+    strategy: dict[str, Any], lost: set[str], tmp_path: Path
+) -> None:
+    imported = ltx(tmp_path, {"training_strategy": {"name": "flexible"} | strategy})
+    named = {one.key for one in imported.report.of(Lost)}
+    assert named == {f"training_strategy.{key}" for key in lost}
+    generated = strategy.get("audio", {}).get("is_generated", False)
+    assert imported.spec.train_audio is generated
+
+
 def test_without_sound_ltx_trainers_adapter_is_of_the_video(tmp_path: Path) -> None:
     values = {"lora": {"rank": 8, "target_modules": ["to_k", "attn1.to_v", "audio_ff.net.2"]}}
     spec = ltx(tmp_path, values).spec

@@ -162,6 +162,12 @@ _UNET: Final = (
     r".*attentions\.\d+\.(proj_in|proj_out|transformer_blocks\.\d+\."
     r"(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ff\.net\.(0\.proj|2)))"
 )
+# What a UNet's network has besides, if convolutions get an adapter (LoCon): the blocks between the
+# transformers. Convolutions of 3x3 have a rank of their own.
+_WITH_CONVOLUTIONS: Final = (
+    r".*resnets\.\d+\.(conv1|conv2|conv_shortcut|time_emb_proj)|.*(down|up)samplers\.\d+\.conv"
+)
+_CONVOLUTIONS: Final = r"resnets\.\d+\.conv[12]|(down|up)samplers\.\d+\.conv"
 # Layers that the tool's own networks adapt, where those are others than the family's here.
 TARGETS: Final = {
     (SD_SCRIPTS, "flux"): _FLUX,
@@ -219,6 +225,19 @@ def network(draft: Draft, key: str, value: Any, *, tool: str) -> None:
         draft.take(key, "lora_target_modules", [targets], why)
     else:
         draft.take(key, "model_type", "lora", _TARGETS_WHY)
+
+
+def convolutions(draft: Draft, key: str, value: Any) -> None:
+    """Take the rank and the alpha of a UNet's convolutions."""
+    rank, alpha = as_number(value), draft.number("network_args.conv_alpha")
+    of_unet = _UNET in draft.values.get("lora_target_modules", [])
+    if not of_unet or draft.values["model_type"] != "lora" or not rank or rank < 1:
+        why = "only its own network of Stable Diffusion 1, 2 and XL is read with convolutions"
+        draft.unsupported(key, f"convolutions get no adapter; {why}")
+        return
+    draft.values["lora_target_modules"] = [_UNET, _WITH_CONVOLUTIONS]
+    draft.values["lora_alpha_pattern"] = {_CONVOLUTIONS: 1.0 if alpha is None else alpha}
+    draft.take(key, "lora_rank_pattern", {_CONVOLUTIONS: int(rank)}, "of convolutions of 3x3")
 
 
 def _say_what_is_shared(draft: Draft, tool: str, word: str) -> None:

@@ -94,8 +94,6 @@ def test_an_sdxl_lora() -> None:
         "a robot, in the rain",
     ]
     assert lost(imported) == {
-        "network_args.conv_dim",
-        "network_args.conv_alpha",
         "noise_offset",
         "dataset.toml: datasets[0].subsets[1].color_aug",
         "prompts.txt: --ss",
@@ -603,6 +601,43 @@ def test_the_layers_are_those_that_the_script_adapts(
     (pattern,) = of(command).spec.lora_target_modules or []
     assert all(re.fullmatch(pattern, name) for name in adapted.split())
     assert not any(re.fullmatch(pattern, name) for name in others.split())
+
+
+@pytest.mark.parametrize(("args", "alpha"), [("conv_dim=4 conv_alpha=2", 2), ("conv_dim=4", 1)])
+def test_convolutions_have_a_rank_of_their_own(args: str, alpha: int) -> None:
+    """By create_modules of networks/lora.py: those of 1x1 and linear layers have the other one."""
+    imported = of(f"{SDXL} --network_args {args}")
+    spec = imported.spec
+    (unet, between), ranks = spec.lora_target_modules or [], spec.lora_rank_pattern or {}
+    (pattern,) = ranks
+    assert (list(ranks.values()), spec.lora_alpha_pattern) == ([4], {pattern: alpha})
+    names = {
+        "down_blocks.0.resnets.0.conv1": True,
+        "mid_block.resnets.1.conv2": True,
+        "up_blocks.1.upsamplers.0.conv": True,
+        "down_blocks.1.downsamplers.0.conv": True,
+        "down_blocks.1.resnets.0.conv_shortcut": False,
+        "down_blocks.1.resnets.0.time_emb_proj": False,
+    }
+    for name, is_large in names.items():
+        assert re.fullmatch(between, name)
+        assert not re.fullmatch(unet, name)
+        assert (re.match(rf"(.*\.)?({pattern})$", name) is not None) is is_large
+    assert not any(re.fullmatch(between, name) for name in ("conv_in", "conv_out"))
+    assert not lost(imported)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{FLUX} --network_args conv_dim=4",
+        f"{SDXL.replace('networks.lora', 'lycoris.kohya')} --network_args algo=locon conv_dim=4",
+    ],
+)
+def test_other_networks_convolutions_are_said_to_be_lost(command: str) -> None:
+    imported = of(command)
+    assert "network_args.conv_dim" in lost(imported)
+    assert imported.spec.lora_rank_pattern is None
 
 
 @pytest.mark.parametrize(

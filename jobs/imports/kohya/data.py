@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UserError
@@ -13,12 +15,11 @@ from jobs.imports.common import data, models
 from jobs.imports.common.draft import Draft, as_number, is_off
 from jobs.imports.common.places import find_beside, read_beside, read_text
 from jobs.imports.common.table import read_data, read_table
-from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, METADATA
+from jobs.spec.values.dataset_files import CAPTION_SUFFIXES, METADATA, list_files
 from jobs.spec.values.spellings import as_list, normal_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from jobs.imports.common.draft import Rule
     from jobs.imports.common.import_report import Kind
@@ -135,6 +136,54 @@ def folder(part: Draft, key: str, value: Any) -> None:
     _look_at_captions(part)
     if key == "video_directory" and is_off(part.theirs.get("source_fps")):
         part.unsupported("source_fps", "without it, every frame is taken there; here, as fps says")
+
+
+def rows(part: Draft, key: str, value: Any) -> None:
+    """Take the folder of the files that a JSONL file lists, if there are no others in it.
+
+    Captions are read where they are beside the files too; else a person has to write them.
+    """
+    path = find_beside(part.folder, str(value), by_name=True)
+    captions = _rows_of(path) if path is not None else {}
+    folder = Path(os.path.commonpath([file.parent for file in captions])) if captions else None
+    if folder is not None:
+        present = list_files(folder)
+        if not captions.keys() >= {*present.pictures, *present.videos}:
+            folder = None
+    if folder is not None and all(map(_has_caption, captions, captions.values())):
+        part.take(key, "path", str(folder), "its files, whose captions are in .txt files, too")
+        return
+    if folder is not None:
+        part.values["path"] = str(folder)
+    part.unsupported(
+        key,
+        "write its rows as metadata.jsonl (file_name, text) beside the files, and set the folder",
+    )
+    part.report.to_fill_in.append(
+        f"dataset: {folder or f'the folder of {value}'}, with a metadata.jsonl"
+    )
+
+
+def _rows_of(path: Path) -> dict[Path, str]:
+    """Return the files of a JSONL file that are all here, with their captions; else nothing."""
+    captions: dict[Path, str] = {}
+    try:
+        for line in filter(str.strip, read_text(path).splitlines()):
+            row = json.loads(line)
+            named = row.get("image_path") or row["video_path"]
+            if (file := find_beside(path.parent, str(named))) is None:
+                return {}
+            captions[file.absolute()] = str(row.get("caption") or "")
+    except (UserError, ValueError, KeyError, AttributeError):
+        return {}
+    return captions
+
+
+def _has_caption(file: Path, caption: str) -> bool:
+    try:
+        return file.with_suffix(".txt").read_text(encoding="utf-8").strip() == caption.strip()
+    except (OSError, ValueError):
+        return False
 
 
 def _look_at_captions(part: Draft) -> None:

@@ -119,6 +119,44 @@ def test_a_dataset_of_videos(
         assert f"d.toml: datasets[0].{expected}" in lost(imported)
 
 
+@pytest.mark.parametrize(
+    ("beside", "more", "damaged", "taken", "is_lost"),
+    [
+        (True, "", "", True, False),
+        (False, "", "", True, True),
+        (True, "other.mp4", "", False, True),
+        (True, "", '{"video_path": "v/9.mp4"}', False, True),
+        (True, "", '["v/0.mp4"]', False, True),
+        (True, "", "{", False, True),
+    ],
+    ids=[
+        "captions beside",
+        "no captions",
+        "others in the folder",
+        "one missing",
+        "list",
+        "no JSON",
+    ],
+)
+def test_rows_of_a_file_are_taken_as_their_folder(
+    beside: bool, more: str, damaged: str, taken: bool, is_lost: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "v"
+    folder.mkdir()
+    for number in range(2):
+        (folder / f"{number}.mp4").touch()
+        (folder / f"{number}.txt").write_text(f"cat {number if beside else 7}\n")
+    (folder / (more or "0.mp4")).touch()
+    rows = [json.dumps({"video_path": f"v/{n}.mp4", "caption": f"cat {n}"}) for n in range(2)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, damaged]))
+    imported = with_datasets(tmp_path, '[[datasets]]\nvideo_jsonl_file = "a.jsonl"\n', WAN)
+    assert (imported.to_dict().get("dataset") == str(folder)) is taken
+    assert ("d.toml: datasets[0].video_jsonl_file" in lost(imported)) is is_lost
+    told = [text for text in imported.report.to_fill_in if "with a metadata.jsonl" in text]
+    assert len(told) == is_lost
+    assert not told or (str(folder) in told[0]) is taken
+
+
 def test_control_images_go_with_the_models_that_take_them(tmp_path: Path) -> None:
     text = '[[datasets]]\nimage_directory = "a"\ncontrol_directory = "c"\nresolution = 1024\n'
     for script, kind in (("qwen_image", "--edit"), ("flux_kontext", ""), ("flux_2", "")):

@@ -1,8 +1,9 @@
 """MiniMax-H3: video and sound in one sequence with text of Qwen3-VL, without a stock pipeline.
 
-Videos are trained without sound, as by diffusion-pipe (`valid_audio` of its models/minimax_h3.py)
-and SimpleTuner (`minimax_h3_target_mode: video`): the sequence has no rows of it. Pipelines make
-both at once, so samples are videos made beside a sound that is dropped.
+Videos are trained with their sound, or without it, as by diffusion-pipe (`valid_audio` of its
+models/minimax_h3.py) and SimpleTuner (`minimax_h3_target_mode: video`): the sequence has no rows of
+it then. Sound has less noise than the video, as at the same step of the stock pipeline's two
+schedules, and losses of equal weight, as in DiffSynth-Studio. Pipelines make both at once.
 
 A first frame and a last one are rows of their own, as in the stock pipeline: nearly without noise,
 at the place of the frame in time, and seen by Qwen3-VL. The loss is of the whole video, as in
@@ -15,13 +16,18 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from diffusers import MiniMaxH3ModularPipeline, MiniMaxH3Scheduler
+from diffusers import (
+    AutoencoderKLMiniMaxH3Audio,
+    MiniMaxH3ModularPipeline,
+    MiniMaxH3Scheduler,
+)
 from diffusers.modular_pipelines.minimax_h3.before_denoise import patchify_video_latents
 from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
 
 from engine.families.shared.base import Family
 from engine.families.shared.lora_names import ComfyUI, Layout
 from engine.families.shared.minimax_h3_forward import (
+    CHANNELS,
     GIVEN,
     SOUND,
     TEXT,
@@ -31,7 +37,8 @@ from engine.families.shared.minimax_h3_forward import (
     lay_out,
 )
 from engine.families.shared.modular import BlocksPipeline
-from engine.families.shared.references import keyframes_in
+from engine.families.shared.references import SOUND as SOUND_LATENTS
+from engine.families.shared.references import SOUND_NOISE, joint, keyframes_in
 from engine.families.shared.text_masks import without_padding
 from jobs.run.rundir import read_json
 
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from engine.families.shared.lora_names import Adapter
+    from engine.families.shared.minimax_h3_forward import Layout as Rows
     from jobs.spec.keys.prompts import SampleRequest
 
 _TEXT: Final = "prompt_embeds"
@@ -50,10 +58,9 @@ _TAGS: Final = "text_token_tags"
 """Modality of each row of a text, `(L, 1)`: images among it are video."""
 _LABEL: Final = "<Picture"
 _PAD: Final = "<|image_pad|>"
-AUDIO: Final = "audio_latents"
-"""Noisy rows of sound in a condition, `(B, 2·T, C)`, channel by channel."""
 _LAYER: Final = 50  # of Qwen3-VL
 _AUDIO_SHIFT: Final = 3.0  # audio_scheduler/scheduler_config.json
+_SOUND_RATE: Final = 32_000  # `sampling_rate` of audio_vae/config.json
 _COLOURS: Final = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's mean and deviation
 _FEWEST: Final = 2  # points of a schedule, of which the last is the end
 
@@ -97,6 +104,7 @@ class MiniMaxH3Pipeline(BlocksPipeline, MiniMaxH3ModularPipeline):
     WORKFLOWS = {"image": "fl2va"}  # noqa: RUF012
     ENCODERS = ("text_encoder",)
     DECODERS = ("decode.video", "decode.audio")
+    LATENTS = ("latents", "audio_latents")
     OUTPUT = "videos"
     FEWEST_STEPS = _FEWEST
     CLASSES = {"transformer": MiniMaxH3Transformer}  # noqa: RUF012
@@ -118,6 +126,7 @@ class MiniMaxH3(Family):
     )
     MODULATION = r"(^|\.)adaln_proj(\.|$)"
     COMFYUI = ComfyUI(_rename, lokr=None)
+    MAKES_SOUND = True
     CONDITION_LEVEL = 0.001  # `keyframe_noise_aug` of the stock pipeline
 
     def pipeline_class(self) -> Any:
@@ -201,6 +210,29 @@ class MiniMaxH3(Family):
         )
         return latents
 
+    def load_sound_vae(self, root: Path) -> Any:
+        vae = AutoencoderKLMiniMaxH3Audio.from_pretrained(root, subfolder="audio_vae")
+        return vae.to(torch.float32)
+
+    def sound_rate(self) -> int:
+        return _SOUND_RATE
+
+    def encode_sound(self, vae: Any, samples: torch.Tensor) -> torch.Tensor:
+        """Return the rows of one channel after those of the other, `(2·T, C)`.
+
+        The stock pipeline rounds the length of a video's sound to whole latents.
+        """
+        length = round(samples.shape[1] / vae.hop_length)
+        latents = vae.encode(samples.unsqueeze(1)).latent_dist.mode()[..., :length]
+        mean, deviation = _sound_statistics(vae)
+        return ((latents - mean) / deviation).transpose(1, 2).flatten(0, 1)
+
+    def sound_decoder(self, root: Path, *, load: bool = True) -> SoundDecoder:
+        if load:
+            return SoundDecoder(self.load_sound_vae(root))
+        kind = AutoencoderKLMiniMaxH3Audio
+        return SoundDecoder(kind.from_config(kind.load_config(root / "audio_vae")).float())
+
     def decode(
         self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
     ) -> list[Image.Image]:
@@ -242,32 +274,30 @@ class MiniMaxH3(Family):
         given = keyframes_in(condition)
         patch = tuple(transformer.config.patch_size)
         size = noisy.shape[2] // patch[0], noisy.shape[3] // patch[1], noisy.shape[4] // patch[2]
-        sound = condition.get(AUDIO)
-        if sound is None:
-            sound = noisy.new_zeros(len(noisy), 0, transformer.config.audio_in_channels)
-        lengths = [len(text) for text in texts]
-        places = keyframes(len(given), size)
-        layout = lay_out(lengths, size, sound.shape[1] // 2, noisy.device, places)
-        kinds = layout.kinds.masked_fill(layout.kinds == GIVEN, VIDEO)
-        if tags:
-            kinds = kinds.index_copy(0, layout.indices[TEXT], torch.cat(tags).flatten())
-        levels, owners = [level], layout.owners
-        for kind, own in (
-            (SOUND, self._level_of_sound(level) if sound.shape[1] else None),
-            (GIVEN, level.clamp(max=self.CONDITION_LEVEL) if given else None),
-        ):
-            if own is not None:
-                owners = owners + batch * len(levels) * (layout.kinds == kind)
-                levels.append(own)
+        sound, levels = condition.get(SOUND_LATENTS), {VIDEO: level}
+        rows = noisy.new_zeros(batch, 0, transformer.config.audio_in_channels)
+        if sound is not None:
+            levels[SOUND] = self._level_of_sound(level)
+            rows = torch.lerp(sound, condition[SOUND_NOISE], levels[SOUND].view(-1, 1, 1))
+        video = patchify_video_latents(noisy, patch)
+        shown = video
+        if given:
+            levels[GIVEN] = level.clamp(max=self.CONDITION_LEVEL)
+            frames = [patchify_video_latents(frame.to(noisy.dtype), patch) for frame in given]
+            shown = torch.cat([*frames, video])
+        lengths, places = [len(text) for text in texts], keyframes(len(given), size)
+        layout = lay_out(lengths, size, rows.shape[1] // CHANNELS, noisy.device, places)
+        owners = layout.owners
+        for number, kind in enumerate(levels):
+            owners = owners + batch * number * (layout.kinds == kind) if number else owners
         several = len(texts) > 1
-        video = [patchify_video_latents(part.to(noisy.dtype), patch) for part in (*given, noisy)]
-        rows = transformer(
-            hidden_states=torch.cat(video)[None],
-            audio_hidden_states=sound.flatten(0, 1)[None],
+        velocities, heard = transformer(
+            hidden_states=shown[None],
+            audio_hidden_states=rows.to(noisy.dtype).flatten(0, 1)[None],
             encoder_hidden_states=torch.cat(texts)[None],
-            timestep=1 - torch.cat(levels),
+            timestep=1 - torch.cat(list(levels.values())),
             timestep_indices=owners,
-            token_tags=kinds,
+            token_tags=_modalities(layout, tags) if given else layout.kinds,
             position_ids=layout.positions,
             video_indices=layout.indices[VIDEO],
             audio_indices=layout.indices[SOUND],
@@ -275,8 +305,10 @@ class MiniMaxH3(Family):
             return_dict=False,
             texts=tuple(lengths) if several else (),
             samples=layout.samples if several else (),
-        )[0]
-        return -_video(rows[0, -len(video[-1]) :], noisy.shape, patch)
+        )
+        own = velocities[0, -len(video) :] if given else velocities[0]
+        velocity = -_video(own, noisy.shape, patch)
+        return velocity if sound is None else joint(velocity, -heard.view(rows.shape))
 
     def _level_of_sound(self, level: torch.Tensor) -> torch.Tensor:
         """Return sigma of sound at a step of the schedules at which video has `level`."""
@@ -288,7 +320,7 @@ class MiniMaxH3(Family):
     def sampling_pipeline(
         self, root: Path, transformer: Any, vae: Any, /, **components: Any
     ) -> Any:
-        """Without the autoencoder of sound, which is not decoded."""
+        """Without the autoencoder of sound, which `decode_sound` loads."""
         return super().sampling_pipeline(root, transformer, vae, audio_vae=None, **components)
 
     def sample_arguments(
@@ -325,6 +357,29 @@ class MiniMaxH3(Family):
         frames = latents.shape[0] * patch[1] * patch[2] // (height * width)
         channels = latents.shape[1] // (patch[1] * patch[2])
         return _video(latents, (1, channels, frames, height, width), patch)
+
+
+class SoundDecoder(torch.nn.Module):
+    """Makes a waveform of a sound's latents, as the transformer has them.
+
+    Attributes:
+        rate: Of the waveform, in samples per second.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self._vae = vae
+        self.rate: int = vae.config.sampling_rate
+
+    def shape(self, length: int, width: int) -> tuple[int, ...]:
+        """Return the shape of the latents of so many rows."""
+        return CHANNELS, width, length // CHANNELS
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the waveform, `(1, 2, n)`, of latents `(2, C, T)`."""
+        mean, deviation = _sound_statistics(self._vae)
+        waveform: torch.Tensor = self._vae.decode(latents * deviation + mean, return_dict=False)[0]
+        return waveform.transpose(0, 1)
 
 
 class Processor:
@@ -368,6 +423,12 @@ def _rows_of(name: str, condition: Mapping[str, torch.Tensor], batch: int) -> li
     return [condition[own][0] for n in range(batch) if (own := f"{name}_{n}") in condition]
 
 
+def _modalities(layout: Rows, tags: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the modality of each row, `(S,)`, given those of texts with images among them."""
+    kinds = layout.kinds.masked_fill(layout.kinds == GIVEN, VIDEO)
+    return kinds.index_copy(0, layout.indices[TEXT], torch.cat(tuple(tags)).flatten())
+
+
 def _video(rows: torch.Tensor, shape: tuple[int, ...], patch: tuple[int, ...]) -> torch.Tensor:
     """Convert rows of a sequence `(rows, C · patch)` to latents of a shape `(B, C, f, h, w)`."""
     batch, channels, *size = shape
@@ -379,6 +440,16 @@ def _video(rows: torch.Tensor, shape: tuple[int, ...], patch: tuple[int, ...]) -
 def _statistics(pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and deviation of ImageNet's colors, `(1, 3, 1, 1, 1)`."""
     mean, deviation = (pixels.new_tensor(own).view(1, -1, 1, 1, 1) for own in _COLOURS)
+    return mean, deviation
+
+
+def _sound_statistics(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and deviation of sound's latents, `(1, C, 1)`."""
+    config = vae.config
+    mean, deviation = (
+        torch.tensor(values, device=vae.device).view(1, -1, 1)
+        for values in (config.latents_mean, config.latents_std)
+    )
     return mean, deviation
 
 

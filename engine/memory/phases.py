@@ -353,12 +353,11 @@ def _sound_decoder(spec: JobSpec, root: Path, frames: int) -> int:
         return 0
     try:
         length, width = sound_shapes(spec, config, frames, training=False)[SOUND][0]
-        channels = (read_json(root / "audio_vae" / "config.json") or {})["latent_channels"]
         with parameters_on_meta():
             decoder = family.sound_decoder(root, load=False)
         with ExitStack() as stack, torch.no_grad():
             live, weights = _live(stack, decoder, on_cuda=spec.device != "cpu")
-            latents = torch.empty(1, channels, length, width // channels)
+            latents = torch.empty(decoder.shape(length, width))
             live.reset()
             decoder(latents)
             return _bytes_of(weights) + live.most

@@ -77,6 +77,9 @@ JOBS: Final = (
         "ltx2 with sound": Job(
             1, FULL | {"model_family": "ltx2", "train_audio": True, "train_batch_size": 2}
         ),
+        "minimax_h3 with sound": Job(
+            1, FULL | {"model_family": "minimax_h3", "train_audio": True, "train_batch_size": 2}
+        ),
         "one gpu": Job(1, SAMPLED | {"checkpointing_steps": 1}),
         "accumulation": Job(1, {"gradient_accumulation_steps": 2}),
         "ema": Job(1, FULL | {"use_ema": True, "checkpointing_steps": 2}),
@@ -220,6 +223,7 @@ JOBS |= {
 WITH_BUDGET: Final = (
     *(f"{family} {kind}" for family in FAMILIES for kind in KINDS),
     "ltx2 with sound",
+    "minimax_h3 with sound",
     "lokr",
     "scaled fp8 lokr",
     "int8",

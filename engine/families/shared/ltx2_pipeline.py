@@ -62,6 +62,11 @@ class SoundDecoder(torch.nn.Module):
         self._vae, self._vocoder = vae, vocoder
         self.rate: int = vocoder.config.output_sampling_rate
 
+    def shape(self, length: int, width: int) -> tuple[int, ...]:
+        """Return the shape of the latents of so many rows."""
+        channels = self._vae.config.latent_channels
+        return 1, channels, length, width // channels
+
     def forward(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the waveform, `(B, 2, n)`, of latents `(B, channels, length, mel bins)`."""
         rows = latents.transpose(1, 2)  # (B, length, channels, mel bins)

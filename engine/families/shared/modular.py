@@ -35,6 +35,7 @@ class BlocksPipeline(ModularPipeline):
         LEFT_OUT: Names of the workflow's blocks that are never run.
         ENCODERS: Names of the workflow's blocks that an encoded prompt makes needless.
         DECODERS: Names of those after the latents.
+        LATENTS: What is returned of those before them, the latents first.
         OUTPUT: What the last of them call the images.
         FEWEST_STEPS: What its scheduler takes at least; fewer are made that many.
         CLASSES: Classes to load components with in place of those in the index.
@@ -45,6 +46,7 @@ class BlocksPipeline(ModularPipeline):
     LEFT_OUT: ClassVar[tuple[str, ...]] = ()
     ENCODERS: ClassVar[tuple[str, ...]]
     DECODERS: ClassVar[tuple[str, ...]]
+    LATENTS: ClassVar[tuple[str, ...]] = ("latents",)
     OUTPUT: ClassVar[str] = "images"
     FEWEST_STEPS: ClassVar[int] = 1
     CLASSES: ClassVar[Mapping[str, type]] = MappingProxyType({})
@@ -101,8 +103,8 @@ class BlocksPipeline(ModularPipeline):
         num_inference_steps: int = 50,
         output_type: str = "pil",
         **arguments: Any,
-    ) -> tuple[Any]:
-        """Run the blocks that are needed, and return latents or images, as the only entry.
+    ) -> tuple[Any, ...]:
+        """Run the blocks that are needed, and return what `LATENTS` names, or the images.
 
         Args:
             prompt: The text; None if `prompt_embeds` are given.
@@ -136,7 +138,8 @@ class BlocksPipeline(ModularPipeline):
         ModularPipeline.set_progress_bar_config(pipeline, **getattr(self, "bars", {}))
         run = partial(ModularPipeline.__call__, pipeline)
         if latents:
-            return (run(**arguments, output="latents"),)
+            made = run(**arguments, output=self.LATENTS)
+            return tuple(made[name] for name in self.LATENTS)
         return (run(**arguments, output_type=output_type, output=self.OUTPUT),)
 
     @classmethod

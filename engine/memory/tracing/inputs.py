@@ -47,6 +47,7 @@ _SEEN_CELL: Final = 28  # pixels per side of a Qwen2.5-VL token
 _AROUND_SEEN: Final = 6  # tokens that delimit and number an image
 _QWEN3_CELL: Final = 32  # pixels per side of a Qwen3-VL token
 _LEAST_SEEN: Final = 65536  # pixels of an image in its processor's settings
+_H3_SOUNDS: Final = 40  # latents of MiniMax-H3's sound per second and channel
 _AROUND_KEYFRAME: Final = 8  # tokens that delimit and number a frame
 _FIXED_TEXT: Final = 512  # tokens, for Anima, and for Wan's models that see the first frame
 _LARGE: Final = 1024  # scale factor beyond which every rule shrinks an image
@@ -166,9 +167,12 @@ def sound_shapes(
     """
     if training and not spec.train_audio:
         return {}
-    samples = round(frames / spec.fps * config["audio_sampling_rate"])
-    hop, step = config["audio_hop_length"], config["audio_scale_factor"]
-    length = samples // hop // step + 1 if training else round(samples / hop / step)
+    if spec.model_family == "minimax_h3":  # both channels, one after the other
+        length = 2 * round(frames / spec.fps * _H3_SOUNDS)
+    else:
+        samples = round(frames / spec.fps * config["audio_sampling_rate"])
+        hop, step = config["audio_hop_length"], config["audio_scale_factor"]
+        length = samples // hop // step + 1 if training else round(samples / hop / step)
     rows = (length, config["audio_in_channels"])
     return {
         SOUND: (rows, torch.float32),

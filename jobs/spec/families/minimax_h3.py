@@ -16,7 +16,7 @@ FAMILY = Family(
     flavours={
         "fl2va": Flavour(
             "MiniMaxAI/MiniMax-H3",
-            note="text, or first and last frame, to video, without sound",
+            note="text, or first and last frame, to video, with or without sound",
             first_frame=True,
             keyframes=True,
         )
@@ -24,6 +24,7 @@ FAMILY = Family(
     guidance="none",  # it is distilled into the model
     true_cfg=False,
     keeps_fp32=True,
+    sound=True,
     latent_step=32,  # the VAE shrinks by 16, and the transformer takes 2x2 latents
     # The VAE makes 5n + 2 latents of 17n + 5 frames, and can decode no fewer than 7.
     frame_step=17,

@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from diffusers import MiniMaxH3ModularPipeline, MiniMaxH3Transformer3DModel, ModularPipeline
+from diffusers import (
+    MiniMaxH3ModularPipeline,
+    MiniMaxH3Scheduler,
+    MiniMaxH3Transformer3DModel,
+    ModularPipeline,
+)
 from diffusers.models.modeling_utils import get_parameter_dtype
 from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep
+from diffusers.modular_pipelines.minimax_h3.decoders import MiniMaxH3AudioDecodeStep
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import audio_latent_num_frames
 
 from engine.blocks.build import on_meta
 from engine.data.encode.latents import _scaled
 from engine.data.index.views import as_keyframe
 from engine.families import load
-from engine.families.minimax_h3 import AUDIO, MiniMaxH3Transformer, Processor, _video
+from engine.families.minimax_h3 import MiniMaxH3Pipeline, MiniMaxH3Transformer, Processor, _video
 from engine.families.shared.minimax_h3_forward import (
     GIVEN,
     SOUND,
@@ -28,8 +35,9 @@ from engine.families.shared.minimax_h3_forward import (
     keyframes,
     lay_out,
 )
-from engine.families.shared.references import KEYFRAME
-from engine.memory.tracing.inputs import sampled
+from engine.families.shared.references import KEYFRAME, SOUND_NOISE, split_joint
+from engine.families.shared.references import SOUND as SOUND_LATENTS
+from engine.memory.tracing.inputs import sampled, sound_shapes
 from engine.model.quantized_linear import quantize_layers, quantized_layers
 from engine.toy.components.weights import one_thread
 from jobs.models.find_model import find_index
@@ -195,17 +203,17 @@ def test_an_image_is_the_first_frame_of_the_shortest_video(case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 @torch.no_grad()
-def test_a_prediction_from_frames_is_what_the_pipelines_scheduler_gets(
+def test_a_prediction_with_sound_is_what_the_pipelines_scheduler_gets(
     count: int, case: Case
 ) -> None:
-    """And the frames are encoded as by the pipeline: drawn, rounded, with some noise."""
+    """And frames are encoded as by the pipeline: drawn, rounded, with some noise."""
     pictures = [str(path) for path in sorted(case.paths.data.glob("*.png"))[:count]]
     request = case.request(resolution="96x64", num_frames=22, seed=3, conditioning_image=pictures)
     pipeline, calls = case.stock(), []
 
     def spy(module: Any, args: Any, told: dict[str, Any], output: Any) -> None:
         moving = ("hidden_states", "audio_hidden_states")  # the loop writes into them
-        calls.append((told | {name: told[name].clone() for name in moving}, output[0]))
+        calls.append((told | {name: told[name].clone() for name in moving}, output))
 
     pipeline.transformer.register_forward_hook(spy, with_kwargs=True)
     case.run(pipeline, request, output_type="latent")
@@ -216,7 +224,7 @@ def test_a_prediction_from_frames_is_what_the_pipelines_scheduler_gets(
         for number, picture in enumerate(case.pictures(request))
     ]
     assert calls
-    for told, output in list(calls):
+    for told, (output, heard) in list(calls):
         video = told["hidden_states"][0]
         given = {
             f"{KEYFRAME}{n}": _video(video[n * rows : (n + 1) * rows], (1, 24, 1, 4, 6), (1, 2, 2))
@@ -229,12 +237,16 @@ def test_a_prediction_from_frames_is_what_the_pipelines_scheduler_gets(
             _video(part[count * rows :], shape, (1, 2, 2)) for part in (video, -output[0])
         )
         level = 1 - told["timestep"][told["timestep_indices"][-1]].view(1)
-        condition = batch_of(text) | {AUDIO: told["audio_hidden_states"]}
-        found = case.family.predict(pipeline.transformer, noisy, level, condition | given, 1.0)
+        sound = told["audio_hidden_states"]  # between latents and noise that are equal, all are
+        condition = batch_of(text) | {SOUND_LATENTS: sound, SOUND_NOISE: sound}
+        both = case.family.predict(pipeline.transformer, noisy, level, condition | given, 1.0)
+        found, said = split_joint(both, noisy.shape)
+        assert torch.allclose(said, -heard.flatten(1), rtol=1e-3, atol=1e-4)
         limit = 1e-4 * float(expected.abs().max())
         assert torch.allclose(found, expected, rtol=1e-3, atol=limit)
         for other in ({}, {name: frame.flip(-1) for name, frame in given.items()}):
-            plain = case.family.predict(pipeline.transformer, noisy, level, condition | other, 1.0)
+            both = case.family.predict(pipeline.transformer, noisy, level, condition | other, 1.0)
+            plain, _ = split_joint(both, noisy.shape)
             assert (plain - expected).abs().max() > 20 * limit, "they make a difference"
 
 
@@ -252,3 +264,33 @@ def test_frames_are_read_from_nothing_but_the_host() -> None:
         level = torch.empty(2)
     found = load("minimax_h3").predict(transformer, noisy, level, texts | given, 1.0)
     assert found.shape == noisy.shape
+
+
+@torch.no_grad()
+def test_sound_is_encoded_as_long_as_in_the_pipeline_and_decoded_as_by_it(case: Case) -> None:
+    """And the estimate counts its rows."""
+    vae = case.family.load_sound_vae(case.paths.model)
+    for frames in (1, 22, 56):
+        spec = case.spec(train_audio=True, fps=24)
+        samples = torch.rand(2, round(frames / 24 * case.family.sound_rate())) - 0.5
+        rows = case.family.encode_sound(vae, samples)
+        assert len(rows) == 2 * audio_latent_num_frames(frames)
+        (shape, _) = sound_shapes(spec, {"audio_in_channels": rows.shape[1]}, frames)[SOUND_LATENTS]
+        assert shape == rows.shape
+        left, right = (case.family.encode_sound(vae, samples[[one, one]]) for one in (0, 1))
+        assert torch.allclose(rows, torch.cat([left[: len(rows) // 2], right[len(rows) // 2 :]]))
+    latents = torch.randn(2, 32, 9, generator=torch.Generator().manual_seed(0))
+    pipeline = MiniMaxH3Pipeline(blocks=MiniMaxH3AudioDecodeStep())
+    pipeline.register_components(audio_vae=vae)
+    (theirs,) = ModularPipeline.__call__(pipeline, audio_latents=latents, output="audio")
+    ours = case.family.decode_sound(case.paths.model, latents, CPU)
+    assert torch.allclose(ours.samples, theirs)
+    assert ours.rate == 32_000
+
+
+def test_sound_has_the_level_of_the_same_step_of_its_own_schedule(case: Case) -> None:
+    video, sound = (MiniMaxH3Scheduler(shift=shift) for shift in (12.0, 3.0))
+    for scheduler in (video, sound):
+        scheduler.set_timesteps(9)
+    levels = case.family._level_of_sound(1 - video.timesteps)
+    assert torch.allclose(levels, 1 - sound.timesteps, atol=1e-6)

@@ -129,7 +129,10 @@ EDIT: Final = {
 CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "kontext": ("flux:kontext", SHARDED),
     "edit": ("qwen_image:edit-2509", SHARDED | EDIT),
-    "keyframes": ("minimax_h3:fl2va", SHARDED | {"train_batch_size": 1, "max_sequence_length": 16}),
+    "keyframes and sound": (
+        "minimax_h3:fl2va",
+        SHARDED | {"train_batch_size": 1, "max_sequence_length": 16, "train_audio": True},
+    ),
     "image to video": ("wan:2.1-flf2v-14b-720p", SHARDED | FULL | {"train_batch_size": 1}),
     # Of samples, decoding the sound takes most.
     "sound": (

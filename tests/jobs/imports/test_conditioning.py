@@ -61,9 +61,10 @@ def test_ai_toolkit(tmp_path: Path) -> None:
     video = ai_toolkit(tmp_path, "wan22_14b_i2v", do_i2v=True).spec
     assert video.model_flavour == "2.2-i2v-a14b-high"
     assert requests_of(video)[0].conditioning == ("/x/a.png",)
-    heard = ai_toolkit(tmp_path, "ltx2.3", do_i2v=True, do_audio=True).spec
-    assert [one.first_frame for one in heard.datasets or []] == [True]
-    assert heard.train_audio
+    for arch in ("ltx2.3", "minimax_h3"):
+        heard = ai_toolkit(tmp_path, arch, do_i2v=True, do_audio=True).spec
+        assert [one.first_frame for one in heard.datasets or []] == [True]
+        assert heard.train_audio
     plain = ai_toolkit(tmp_path, "flux", control_path="before")
     assert plain.spec.dataset
     assert kinds(plain, "control_path") == kinds(plain, "ctrl_img") == {Kind.UNSUPPORTED}

@@ -748,10 +748,12 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
     ({"model_flavour": "schnell"}, {"model_flavour": "schnell"}),
     ({"model_flavour": "libreflux"}, Lost),
     (
-        {"model_flavour": "convrot-int8", "model_family": "minimaxh3", "validation_prompt": "a"},
+        {"model_flavour": "convrot-int8", "model_family": "minimaxh3", "validation_prompt": "a"}
+        | {"minimax_h3_target_mode": "av"},
         {"model_flavour": "fl2va", "timestep_sampling": "shift", "flow_shift": 12.0}
-        | {"validation_guidance": 1.0},
+        | {"validation_guidance": 1.0, "train_audio": True},
     ),
+    ({"minimax_h3_target_mode": "audio", "model_family": "minimaxh3"}, Lost),
     ({"model_flavour": "base-v1.0", "model_family": "anima"}, {"model_flavour": "base-1.0"}),
     ({"fsdp_state_dict_type": "full"}, {"fsdp_state_dict_type": "FULL_STATE_DICT"}),
     ({"fsdp_reshard_after_forward": "false"}, {"fsdp_reshard_after_forward": False}),

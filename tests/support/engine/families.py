@@ -402,7 +402,7 @@ class Spied:
     """The noisy latents that a pipeline's denoiser sees, and the prediction its scheduler gets.
 
     Attributes:
-        sounds: The noisy rows of sound that it sees with them; empty for most families.
+        sounds: The noisy rows of sound that it sees with them, where the video depends on them.
     """
 
     def __init__(self, case: Case, request: SampleRequest) -> None:
@@ -415,7 +415,7 @@ class Spied:
         denoiser = getattr(self.pipeline, case.family.component)
 
         def hear(module: Any, args: Any, names: dict[str, Any]) -> None:
-            if "audio_hidden_states" in names:
+            if "audio_hidden_states" in names and case.facts.name != "ltx2":
                 self.sounds.append(names["audio_hidden_states"].clone())
 
         denoiser.register_forward_pre_hook(hear, with_kwargs=True)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from engine.data.encode.tensor_cache import TensorCache, nonfinite
-from engine.data.encode.texts import NO_TEXT, ImageInput, Text, _encode, _named
+from engine.data.encode.texts import NO_TEXT, ImageInput, Text, _alike, _encode, _named
 from engine.families.flux import Flux
 from engine.model.text_encoders import load_whole, models_of
 from engine.ranks.telemetry import Telemetry
@@ -142,6 +142,13 @@ def test_the_encoder_that_returns_nan_is_named(
 )
 def test_texts_are_called_by_their_beginnings(text: Text, said: str) -> None:
     assert _named(text) == said
+
+
+def test_ranks_that_share_encoders_encode_texts_with_images_apart() -> None:
+    """Images run layers that texts alone do not, and ranks gather them together."""
+    image = ImageInput("k", lambda: Image.new("RGB", (1, 1)), "x")
+    texts = {"a": Text("a"), "b": Text("b", images=(image,)), "c": Text("c")}
+    assert list(_alike(["a", "b", "c"], texts)) == [["a", "c"], ["b"]]
 
 
 def test_t5_clamps_what_exceeds_fp16(toy: Path) -> None:

@@ -15,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.data.encode.latents import beginning_pixels, to_pixels
+from engine.data.encode.latents import beginning_pixels, keyframe_pixels, to_pixels
 from engine.data.encode.texts import images_of
 from engine.data.index.data_index import build_index
-from engine.data.index.views import view_of
+from engine.data.index.views import keyframes_of, view_of
+from engine.data.prepare import _numbers_of_frames
 from engine.data.read.videos import (
     VideoError,
     frames_at,
@@ -323,6 +324,41 @@ def test_image_to_video_is_given_the_first_frame_and_maybe_the_last(
     for look, place in zip(looks, given, strict=False):
         seen = torch.from_numpy(np.array(look.read())).permute(2, 0, 1) / 127.5 - 1
         assert torch.equal(seen, whole[0, :, place])
+
+
+@pytest.mark.parametrize(
+    ("shares", "numbers"),
+    [
+        ({}, [0]),
+        ({"first_frame": True}, [1]),
+        ({"first_frame": 0.5}, [0, 1]),
+        ({"first_frame": True, "last_frame": True}, [2]),
+        ({"first_frame": 0.5, "last_frame": 0.5}, [0, 1, 2]),
+    ],
+)
+def test_frames_that_may_be_given_are_encoded_alone_and_seen_with_the_caption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: dict[str, Any], numbers: list[int]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (folder := tmp_path / "data").mkdir()
+    record(folder / "a.mp4", 24).with_suffix(".txt").write_text("a")
+    values = {"model_family": "minimax_h3", "model_flavour": "fl2va", "num_frames": 22}
+    values |= {"datasets": [{"path": str(folder), **shares}], "resolution": 64, "fps": 8}
+    spec = load_spec(None, values | {"pretrained_model_name_or_path": "m", "max_upscale": 4})
+    (sample,) = build_index(spec).samples
+    assert list(_numbers_of_frames(sample, spec)) == numbers
+    view = view_of(sample, 0, spec)
+    whole = to_pixels(sample, view, spec)
+    assert keyframes_of(sample, spec) == max(numbers)
+    for number in range(max(numbers)):
+        expected = whole[:, :, -number : whole.shape[2] if number else 1]
+        assert torch.equal(keyframe_pixels(sample, number, view, spec), expected)
+    for count in numbers:
+        looks = images_of(sample, 0, spec, count)
+        assert len({look.key for look in looks}) == count
+        for look, frame in zip(looks, (0, -1), strict=False):
+            seen = torch.from_numpy(np.array(look.read())).permute(2, 0, 1) / 127.5 - 1
+            assert torch.equal(seen, whole[0, :, frame])
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "mkv", "mov"])

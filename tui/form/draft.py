@@ -29,7 +29,6 @@ from jobs.spec.rules.warnings import find_warnings
 from jobs.spec.values.datasets import with_folder_repeats
 from jobs.spec.values.hub_names import HubName, is_offline, is_url
 from tui.form.pages import BLOCKS, PATHS, SHOWN, label
-from tui.text.block_text import Model
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -551,15 +550,6 @@ def _of_path(text: str, values: Mapping[str, Any]) -> JobSpec:
             **{key: values[key] for key in OF_IMAGES if values.get(key)},
         }
     )
-
-
-def model_of(values: Mapping[str, Any]) -> Model:
-    """Return the model that the values name, whether or not it exists."""
-    family, flavour, path = (
-        str(values.get(name) or "").strip() or None
-        for name in ("model_family", "model_flavour", "pretrained_model_name_or_path")
-    )
-    return Model(family, flavour, path)
 
 
 def ranks_of(values: Mapping[str, Any]) -> int:

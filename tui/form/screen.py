@@ -27,6 +27,7 @@ from tui.form.pages import BLOCKS, PAGES, page_of
 from tui.form.purpose import Earlier, job_numbers, stages_text
 from tui.form.submission import Submission
 from tui.terminal import clipboard
+from tui.text.block_text import Model
 from tui.widgets.bars import Links, reveal, show
 from tui.widgets.size_classes import set_size_classes
 
@@ -62,7 +63,8 @@ def choose_blocks(form: NewJobScreen) -> None:
 
     values = form.values
     row = form.fields.rows[BLOCKS]
-    model = draft.model_of(values)
+    keys = ("model_family", "model_flavour", "pretrained_model_name_or_path")
+    model = Model(*(str(values.get(key) or "").strip() or None for key in keys))
     # Once made, blank is a choice as well.
     names = as_list(row.value) or ([] if model == form.chosen_of else None)
 

@@ -583,6 +583,9 @@ class Spoiling:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
 
+    def encode_condition(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return self.encode_pictures(vae, pixels)
+
     def encode_pictures(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
         self._calls += 1
         latents: torch.Tensor = self._family.encode_pictures(vae, pixels)

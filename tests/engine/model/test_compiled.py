@@ -20,13 +20,13 @@ from engine.model.adapters.lora import add_lora, lora_parameters
 from engine.model.compiled import compile_blocks, uncompiled
 from engine.model.packing import round_rows
 from engine.ranks.telemetry import Telemetry
-from engine.toy import write_toy
 from engine.toy.families.flux import FluxSizes, build_transformer
 from jobs.run.eventlog import EventLog
 from jobs.run.rundir import RunDir
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.ranks.compiled import train
 from tests.support.engine.toy_jobs import start_ranks, toy_values
+from tests.support.engine.toys import write_small_toy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -269,7 +269,8 @@ SHARDED: Final[dict[str, dict[str, Any]]] = {
 def test_a_job_makes_few_graphs(ranks: int, tmp_path: Path) -> None:
     """However many buckets, samples and measurements there are, and however its base is packed."""
     toy = tmp_path / "toy"
-    pictures = sorted((write_toy(toy, "flux", pictures=12, size=64).data).glob("*.png"))
+    write_small_toy(toy, pictures=12)
+    pictures = sorted((toy / "data").glob("*.png"))
     assert len(pictures) == 12
     for number, path in enumerate(pictures):
         Image.open(path).resize([(64, 64), (96, 48), (48, 96)][number % 3]).save(path)

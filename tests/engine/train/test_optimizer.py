@@ -30,6 +30,7 @@ from tests.support.engine.ranks.optim import (
     COLLECTIVE,
     CPU,
     OFFLOADED,
+    PRODIGY_START,
     RATES,
     REPLICAS,
     STEPS,
@@ -179,6 +180,7 @@ def test_prodigys_numbers_are_its_authors() -> None:
         weight_decay=group["weight_decay"],
         use_bias_correction=True,
         safeguard_warmup=True,
+        d0=PRODIGY_START,
     )
     theirs.scheduler = build_scheduler(theirs.spec, theirs.optimizer)
     start = ours.whole()
@@ -186,6 +188,7 @@ def test_prodigys_numbers_are_its_authors() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert max((a - b).abs().max() for a, b in zip(start, ours.whole(), strict=True)) > 5e-3
     (found,), (wanted,) = (r.optimizer.state_dict()["param_groups"] for r in (ours, theirs))
+    assert wanted["d"] > 4 * PRODIGY_START
     for name in ("d", "d_max", "d_numerator", "k"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
 

@@ -29,7 +29,9 @@ CPU = torch.device("cpu")
 RATES = {"adamw": 1e-2, "adamw_8bit": 1e-2, "sgd": 0.1, "lion": 1e-3, "prodigy": 1.0}
 RATES["adamw_schedule_free"] = 1e-2
 RATES |= {"adafactor": 1e-2, "came": 5e-4, "muon": 1e-2}
-STEPS = {"prodigy": 100}  # it starts at a millionth of the rate
+# It starts far below the rate, and begins to estimate it after about 25 steps.
+STEPS = {"prodigy": 40}
+PRODIGY_START = 1e-4  # of the rate; by default a millionth
 OFFLOADED = ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy", "muon", "came")
 COLLECTIVE = ("prodigy", "muon", "adafactor", "came")  # whose steps add up or exchange something
 BATCH = 8
@@ -87,6 +89,9 @@ class Run:
         parameters = list(self.model.parameters())
         matrices = [p for p in parameters if p.ndim == 2]
         self.optimizer = build_optimizer(self.spec, parameters, CPU, matrices=matrices)
+        if name == "prodigy":
+            for group in self.optimizer.param_groups:
+                group.update(dict.fromkeys(("d", "d0", "d_max"), PRODIGY_START))
         self.scheduler = build_scheduler(self.spec, self.optimizer)
         self.done = 0
 

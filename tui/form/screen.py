@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from tui.app.app import FsdpTui
     from tui.form.purpose import Purpose
     from tui.look.snapshot import Snapshot
-    from tui.text.block_text import Model
 
 
 # -- subscreens -----------------------------------------------------------------------------

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from engine.ranks.telemetry import Telemetry
     from engine.run_context import RunContext
     from jobs.spec.job_spec import DataPlanKeys, JobSpec
+    from jobs.spec.keys.job import JobKeys
     from jobs.spec.keys.prompts import SampleRequest
 
 
@@ -336,8 +337,8 @@ def _held_text(sample: Sample, spec: JobSpec, frames: int) -> Text:
     return Text(sample_texts(sample, spec)[0], images=images_of(sample, 0, spec, frames))
 
 
-def _numbers_of_frames(sample: Sample, spec: JobSpec) -> tuple[int, ...]:
-    """Return how many frames of a sample may be given, which its texts see."""
+def _numbers_of_frames(sample: Sample, spec: JobKeys) -> tuple[int, ...]:
+    """Return each number of frames of a sample that its texts may be encoded with."""
     if not keyframes_of(sample, spec):
         return (0,)
     none = () if sample.from_first == 1 else (0,)

@@ -152,9 +152,9 @@ class MiniMaxH3(Family):
     def encode_with_images(
         self, pipeline: Any, prompt: str, max_sequence_length: int, images: Sequence[Image.Image]
     ) -> dict[str, torch.Tensor]:
-        """The same with images before the text, each behind its number, and `text_token_tags`.
+        """Encode images before the text, each behind its number; add `text_token_tags (L, 1)`.
 
-        As `MiniMaxH3FL2VATextEncoderStep` does.
+        `MiniMaxH3FL2VATextEncoderStep` does the same.
         """
         shown = pipeline.processor.image_processor(images=list(images), return_tensors="pt")
         cells = pipeline.processor.image_processor.merge_size**2
@@ -204,7 +204,7 @@ class MiniMaxH3(Family):
         return super().encode_pictures(vae, (pixels / 2 + 0.5 - mean) / deviation)
 
     def encode_condition(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """As the stock pipeline: drawn, always with the same noise, and rounded to fp16."""
+        """Encode as the stock pipeline: drawn, always with the same noise, rounded to fp16."""
         latents: torch.Tensor = encode_vae_condition(
             vae, ((pixels + 1) * 127.5).round().byte(), *_COLOURS
         )
@@ -394,7 +394,7 @@ class Processor:
 
     @cached_property
     def image_processor(self) -> Any:
-        """What prepares images for the encoder; only read with images."""
+        """Return what prepares images for the encoder; only read with images."""
         # Imported here: transformers warns without torchvision.
         from engine.families.shared.qwen_processor import load_image_processor
 

@@ -46,7 +46,12 @@ from jobs.errors import UserError
 from jobs.paths import expand
 from jobs.run.events import Data
 from jobs.run.rundir import write_atomic
-from jobs.spec.families import needs_first_frame, references_of, takes_keyframes
+from jobs.spec.families import (
+    makes_layers,
+    needs_first_frame,
+    references_of,
+    takes_keyframes,
+)
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.steps import preserves, steps_of, with_total_steps
@@ -106,9 +111,11 @@ class Prepared:
     sounds: TensorCache | None = None
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
-        """Return a draw's latents: `(C, h, w)`, for videos `(C, f, h, w)`; normalized, fp32."""
-        view = view_number(draw, self.spec)
-        return self.latents.read(self.latent_keys(draw.sample, view))["latents"]
+        """Return a draw's latents: `(C, h, w)`, for videos `(C, f, h, w)`; normalized, fp32.
+
+        For models that make layers, those of the image and of its layers, `(C, 1 + layers, h, w)`.
+        """
+        return self._latents(draw.sample, view_number(draw, self.spec), self.index.samples)
 
     def sound_of(self, sample: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """Return a sample's sound by the names in `references`, with noise; {} without sound.
@@ -185,9 +192,8 @@ class Prepared:
         return self.texts.encoded(Text(prompt_text(text, self.spec), negative, inputs))
 
     def held_latents(self, number: int) -> torch.Tensor:
-        """Return the latents of a held-out sample's first view: `(C, h, w)`, or `(C, f, h, w)`."""
-        key = self.latent_keys(len(self.index.samples) + number, 0)
-        return self.latents.read(key)["latents"]
+        """Return the latents of a held-out sample's first view, as `latents_of`."""
+        return self._latents(number, 0, self.held, len(self.index.samples))
 
     def held_mask(self, number: int, latents: torch.Tensor) -> torch.Tensor | None:
         """Return the factor of a held-out sample's mask; see `LossWeights.of_mask`."""
@@ -204,25 +210,38 @@ class Prepared:
     ) -> dict[str, torch.Tensor]:
         """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`.
 
-        Or of each given frame that has tokens of its own, `(C, 1, h, w)`.
+        Or of each given frame that has tokens of its own, `(C, 1, h, w)`. For models that make
+        layers, the image is `reference_0`.
         """
         keys, sample = self.latent_keys, samples[number]
+        if makes_layers(self.spec):
+            own = self.latents.read(keys(offset + number, view))["latents"]
+            return {f"{REFERENCE}0": own}
         if sample.from_first and needs_first_frame(self.spec):
             key = keys.beginning(offset + number, view)
             return {BEGINNING: self.latents.read(key)["latents"]}
         if takes_keyframes(self.spec):
+            given = (keys.keyframe(offset + number, view, place) for place in range(frames))
             return {
-                f"{KEYFRAME}{place}": self.latents.read(
-                    keys.keyframe(offset + number, view, place)
-                )["latents"]
-                for place in range(frames)
+                f"{KEYFRAME}{place}": self.latents.read(key)["latents"]
+                for place, key in enumerate(given)
             }
-        return {
-            f"{REFERENCE}{place}": _with_mask(
-                self.latents.read(keys.reference(offset + number, view, place))
-            )
-            for place in range(len(sample.references))
-        }
+        beside = self._beside(offset + number, view, len(sample.references))
+        return {f"{REFERENCE}{place}": latents for place, latents in enumerate(beside)}
+
+    def _latents(
+        self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
+    ) -> torch.Tensor:
+        own = self.latents.read(self.latent_keys(offset + number, view))["latents"]
+        if not makes_layers(self.spec):
+            return own
+        layers = self._beside(offset + number, view, len(samples[number].references))
+        return torch.stack([own, *layers], dim=1)
+
+    def _beside(self, number: int, view: int, count: int) -> list[torch.Tensor]:
+        """Return the latents of the images beside a sample's, `(C, h, w)`."""
+        keys = (self.latent_keys.reference(number, view, place) for place in range(count))
+        return [_with_mask(self.latents.read(key)) for key in keys]
 
     def held_shown(self, number: int) -> Shown:
         """Return the part of a held-out image that its first view shows."""
@@ -400,7 +419,8 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
     pictures: dict[str, Image] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
         try:
-            picture = decode(read_regular(expand(path), LARGEST_PICTURE))
+            content = read_regular(expand(path), LARGEST_PICTURE)
+            picture = decode(content, alpha=makes_layers(spec))
         except (OSError, PictureError) as error:
             raise UserError(f"the conditioning image {path} cannot be used ({error})") from None
         if takes is None or takes.fit is None:

@@ -71,6 +71,7 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "edit": "Qwen-Image-Edit",
         "edit-2509": "Qwen-Image-Edit-Plus",
         "edit-2511": "Qwen-Image-Edit-2511",
+        "layered": "Qwen-Image-Layered",
     },
     "z_image": {"": "Z-Image", "base": "Z-Image", "turbo": "Z-Image-Turbo"},
     "sd3": {

@@ -1,22 +1,24 @@
 """Qwen-Image: packed 2×2 latents of a video VAE, text of any length, rectified flow.
 
 Qwen-Image-Edit's conditioning images are tokens after the image's own, and its text encoder sees
-them with the prompt.
+them with the prompt. Qwen-Image-Layered makes an image and its layers, from the image.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack, contextmanager, nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
+from diffusers import QwenImageEditPlusPipeline, QwenImageLayeredPipeline, QwenImagePipeline
 from torch.overrides import TorchFunctionMode
 
 from engine.families.shared.base import TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, as_in_diffusers
 from engine.families.shared.packing import OneFrameFamily, PackedFamily, pack, unpack
+from engine.families.shared.qwen_layers import LayeredPipeline
 from engine.families.shared.references import references_in
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ _TOKEN_TYPES: Final = "mm_token_type_ids"
 
 
 class QwenImage(PackedFamily, OneFrameFamily):
-    """Qwen-Image, and Qwen-Image-Edit with one or several conditioning images."""
+    """Qwen-Image; Edit, with one or several conditioning images; and Layered."""
 
     # Every linear layer of the blocks: attention of both streams, and both feed-forwards.
     LORA_TARGETS = (
@@ -46,6 +48,14 @@ class QwenImage(PackedFamily, OneFrameFamily):
     KOHYA = Kohya(as_in_diffusers, {"ss_network_module": "networks.lora_qwen_image"})
     COMFYUI = ComfyUI(as_in_diffusers)
     ENCODING_WITH_IMAGES = 1  # 0: without `image_tokens`, and of any length
+
+    def pipeline_class(self) -> Any:
+        own = super().pipeline_class()
+        return LayeredPipeline if own is QwenImageLayeredPipeline else own
+
+    @property
+    def _layered(self) -> bool:
+        return self.pipeline_class() is LayeredPipeline
 
     def load_text_pipeline(self, root: Path, dtype: torch.dtype, **components: Any) -> Any:
         """Return a pipeline with only what encodes prompts, and the images beside them."""
@@ -85,9 +95,14 @@ class QwenImage(PackedFamily, OneFrameFamily):
         condition: dict[str, torch.Tensor],
         guidance: float,
     ) -> torch.Tensor:
-        batch, _, height, width = noisy.shape
+        """Of an image and its layers, `noisy` is `(B, C, 1 + layers, h, w)`."""
+        batch, height, width = len(noisy), *noisy.shape[-2:]
         mask = condition.get("prompt_embeds_mask")
-        grids = [noisy, *references_in(condition)]
+        layered = noisy.dim() == 5
+        made = noisy.unbind(2) if layered else (noisy,)
+        grids = [*made, *references_in(condition)]
+        # Which model it is: 0 for layers, the only ones that are published.
+        kind = {"additional_t_cond": noisy.new_zeros(batch, dtype=torch.long)} if layered else {}
         shapes = [(1, grid.shape[2] // 2, grid.shape[3] // 2) for grid in grids]
         tokens = [pack(grid) for grid in grids]
         moves = mask is not None or transformer.config.get("zero_cond_t")
@@ -99,8 +114,47 @@ class QwenImage(PackedFamily, OneFrameFamily):
                 encoder_hidden_states_mask=mask,
                 img_shapes=[shapes] * batch,
                 return_dict=False,
+                **kind,
             )[0]
-        return unpack(velocity[:, : tokens[0].shape[1]], height, width)
+        each = velocity.split(tokens[0].shape[1], dim=1)
+        if not layered:
+            return unpack(each[0], height, width)
+        parts = [unpack(part, height, width) for part in each[: len(made)]]
+        return torch.stack(parts, dim=2)
+
+    def shift_of(self, height: int, width: int, frames: int = 1) -> float:
+        """Of layers too, by the tokens of one image."""
+        return super().shift_of(height, width)
+
+    def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
+        """Of layers, as their pipeline: mu is the root of an image's tokens per 256."""
+        if not self._layered:
+            return super().sampler_shift_of(height, width)
+        mu = (self.tokens_of(height, width) / 256) ** 0.5
+        linear = self._schedule.get("time_shift_type", "exponential") == "linear"
+        return mu if linear else math.exp(mu)
+
+    def unpack(self, pipeline: Any, latents: torch.Tensor, request: SampleRequest) -> torch.Tensor:
+        """Return those of an image and its layers as `(B, C, 1 + layers, h, w)`."""
+        if not self._layered:
+            return super().unpack(pipeline, latents, request)
+        parts = latents.chunk(1 + request.layers, dim=1)
+        return torch.stack([super(QwenImage, self).unpack(pipeline, p, request) for p in parts], 2)
+
+    def decode(
+        self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
+    ) -> list[Image.Image]:
+        """Return the layers, RGBA, from the back; the image before them is not decoded."""
+        if not self._layered:
+            return super().decode(pipeline, latents, request)
+        vae = pipeline.vae
+        layers = self.denormalise(vae, self.unpack(pipeline, latents, request))[:, :, 1:]
+        # One by one: the memory of decoding is that of an image.
+        pixels = [vae.decode(layer, return_dict=False)[0][:, :, 0] for layer in layers.split(1, 2)]
+        pictures: list[Image.Image] = pipeline.image_processor.postprocess(
+            torch.cat(pixels), output_type="pil"
+        )
+        return pictures
 
     def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
         """As they are: the pipelines resize them."""
@@ -116,6 +170,8 @@ class QwenImage(PackedFamily, OneFrameFamily):
         """`guidance_scale` is for distilled models only, and there are none."""
         arguments = super().sample_arguments(request, condition, negative)
         arguments["true_cfg_scale"] = arguments.pop("guidance_scale")
+        if self._layered:
+            arguments["layers"] = request.layers
         if condition:
             arguments["max_sequence_length"] = _LONGEST_TEXT
         return arguments

@@ -34,7 +34,7 @@ from jobs.memory.predicted import Parts, Phase
 from jobs.models.find_model import find_model
 from jobs.models.scorers import CLIP, scorers_of
 from jobs.run.rundir import read_json
-from jobs.spec.families import sees_images
+from jobs.spec.families import makes_layers, sees_images
 from jobs.spec.rules.averages import SCHEDULE_FREE, has_average
 from jobs.spec.rules.lora_conflicts import trains_text
 from jobs.spec.rules.steps import periodic_saves
@@ -332,7 +332,8 @@ def _autoencoder(
         return None
     family = families.load(spec.model_family, spec.model_flavour, root, spec.fps)
     width, height = size
-    shape = (1, 3, frames, height, width) if family.facts.frame_step else (1, 3, height, width)
+    channels = 4 if makes_layers(spec) else 3
+    shape = (1, channels, *([frames] if family.facts.frame_step else []), height, width)
     try:
         with parameters_on_meta():
             vae = vae_class.from_config(config).eval()

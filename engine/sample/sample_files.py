@@ -1,13 +1,19 @@
-"""A sample on the disk: a PNG, of videos an MP4 too, and in a JSON file what it was made from."""
+"""A sample on the disk: a PNG, and in a JSON file what it was made from.
+
+Videos have an MP4 too, and images in layers a PNG for each of them, `00-1.png` at the back.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from fractions import Fraction
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from PIL.Image import alpha_composite
+from PIL.Image import new as new_image
 from PIL.PngImagePlugin import PngInfo
 
 from jobs.run.rundir import write_atomic
@@ -36,9 +42,10 @@ def write_sample(
     """Write the files; each is replaced as a whole.
 
     Args:
-        frames: An image, or the frames of a video, of which the middle one is the image.
+        frames: An image, or the frames of a video, of which the middle one is the image; or the
+            layers of an image, from the back.
         facts: JSON values; `prompt`, `negative_prompt`, `steps`, `guidance`, `seed`, `size`, …,
-            of videos also `fps`.
+            of videos also `fps`, and how many `layers` there are.
         path: Of the image; the other files have the suffixes `.mp4` and `.json`.
         sound: Of a video.
 
@@ -47,13 +54,23 @@ def write_sample(
     """
     notes = PngInfo()
     notes.add_itxt("parameters", _in_words(facts))
-    picture = frames[len(frames) // 2]
+    layers = frames if facts.get("layers") else []
+    picture = stacked(layers) if layers else frames[len(frames) // 2]
+    for number, layer in enumerate(layers, start=1):
+        beside = path.with_name(f"{path.stem}-{number}.png")
+        _replace(beside, partial(layer.save, format="PNG"))
     _replace(path, lambda aside: picture.save(aside, format="PNG", pnginfo=notes))
     write_atomic(path.with_suffix(".json"), json.dumps(facts, ensure_ascii=False) + "\n")
-    if len(frames) > 1:
+    if len(frames) > 1 and not layers:
         _replace(
             path.with_suffix(".mp4"), lambda aside: _write_video(frames, facts["fps"], aside, sound)
         )
+
+
+def stacked(layers: Sequence[Image]) -> Image:
+    """Return what layers show together, the first one at the back, on white."""
+    white = new_image("RGBA", layers[0].size, "white")
+    return reduce(alpha_composite, layers, white).convert("RGB")
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:

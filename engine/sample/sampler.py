@@ -356,6 +356,7 @@ class Sampler:
             "guidance_embedded": self.run.family.facts.guidance_of(flavour) == "embedded",
             **({"frames": request.frames, "fps": self.run.spec.fps} if request.frames > 1 else {}),
             **({"conditioning": list(request.conditioning)} if request.conditioning else {}),
+            **({"layers": request.layers} if request.layers else {}),
             "step": step,
             "family": self.run.spec.model_family,
             "ema": has_average(self.run.spec),

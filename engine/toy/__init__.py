@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from engine.toy.images import write_pictures
+from engine.toy.images import write_layers, write_pictures
 from jobs.errors import UserError
 from jobs.spec.families import get_family
 
@@ -30,7 +30,8 @@ class ToyPaths:
     Attributes:
         model: In the layout of `save_pretrained`.
         data: Images, each with a caption file.
-        control: Their conditioning images, with the same names, for models that take them.
+        control: Their conditioning images, with the same names, for models that take them; of
+            models that make layers, a folder `1` and so on for each of them.
     """
 
     model: Path
@@ -82,10 +83,14 @@ def write_toy(
     def write_data(data_dir: Path) -> None:
         write_pictures(data_dir, count=pictures, size=size, seed=seed)
 
-    def write_control(data_dir: Path) -> None:
-        write_pictures(data_dir, count=pictures, size=size, seed=seed, before=True)
-
     takes = get_family(family, flavour).references_of(flavour)
+
+    def write_control(data_dir: Path) -> None:
+        if takes is not None and takes.layers:
+            write_layers(data_dir, count=pictures, size=size, seed=seed)
+        else:
+            write_pictures(data_dir, count=pictures, size=size, seed=seed, before=True)
+
     control = directory / "control" if takes is not None else None
     paths = ToyPaths(model=directory / "model", data=directory / "data", control=control)
     data_settings = {"pictures": pictures, "size": size, "seed": seed}

@@ -116,14 +116,27 @@ def plan_picture(index: int, *, size: int, seed: int) -> PicturePlan:
 
 def draw_picture(plan: PicturePlan) -> Image.Image:
     """Draw an RGB image of `plan.width` x `plan.height` pixels."""
+    picture, mask = _draw_parts(plan)
+    picture.paste(COLOURS[plan.colour], (0, 0), mask)
+    return picture.reduce(OVERSAMPLING)
+
+
+def draw_layers(plan: PicturePlan) -> list[Image.Image]:
+    """Draw the same as RGBA layers: the background, and the shape."""
+    picture, mask = _draw_parts(plan)
+    shape = Image.new("RGBA", picture.size, COLOURS[plan.colour])
+    shape.putalpha(mask)
+    return [layer.convert("RGBA").reduce(OVERSAMPLING) for layer in (picture, shape)]
+
+
+def _draw_parts(plan: PicturePlan) -> tuple[Image.Image, Image.Image]:
+    """Draw the background and the mask of the shape, several times as large."""
     width, height = plan.width * OVERSAMPLING, plan.height * OVERSAMPLING
-    picture = _draw_background(plan, width, height)
     mask = Image.new("L", (width, height))
     radius = plan.radius * min(width, height)
     centre = (plan.centre[0] * width, plan.centre[1] * height)
     _draw_shape(ImageDraw.Draw(mask), plan.shape, centre, radius, plan.turn)
-    picture.paste(COLOURS[plan.colour], (0, 0), mask)
-    return picture.reduce(OVERSAMPLING)
+    return _draw_background(plan, width, height), mask
 
 
 def toy_pictures(count: int, *, size: int, seed: int) -> list[Image.Image]:
@@ -159,6 +172,15 @@ def write_pictures(
         # Level 1 takes half the time of the default, and files stay under a few kilobytes.
         draw_picture(plan).save(data_dir / f"{plan.stem}.png", compress_level=1)
         (data_dir / f"{plan.stem}.txt").write_text(plan.caption + "\n", encoding="utf-8")
+
+
+def write_layers(data_dir: Path, *, count: int, size: int, seed: int) -> None:
+    """Write the layers of the same images into the folders `1` and `2`, the back first."""
+    for index in range(count):
+        plan = plan_picture(index, size=size, seed=seed)
+        for number, layer in enumerate(draw_layers(plan), start=1):
+            (folder := data_dir / str(number)).mkdir(parents=True, exist_ok=True)
+            layer.save(folder / f"{plan.stem}.png", compress_level=1)
 
 
 def _with_article(phrase: str) -> str:

@@ -229,7 +229,12 @@ def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str
     ]
     step = _latent_step(family, root, denoiser_of(root, family, spec.model_flavour))
     if step is not None:
-        fits = [name for name in fits if family.latent_step_of(name) == step]
+        fits = [
+            name
+            for name in fits
+            # The step of a model that makes layers is its pipeline's, not its tokens'.
+            if family.latent_step_of(name) == step or family.makes_layers(name)
+        ]
     if flavour_name in fits or not fits:
         return
     named = (

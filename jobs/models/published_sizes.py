@@ -34,6 +34,7 @@ PARAMETERS: Final[dict[str, int]] = {
     "Qwen/Qwen-Image-Edit": 20_430_401_088,
     "Qwen/Qwen-Image-Edit-2509": 20_430_401_088,
     "Qwen/Qwen-Image-Edit-2511": 20_430_401_088,
+    "Qwen/Qwen-Image-Layered": 20_430_407_232,
     "Tongyi-MAI/Z-Image-Turbo": 6_154_908_736,
     "Tongyi-MAI/Z-Image": 6_154_908_736,
     "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": 16_395_536_704,

@@ -24,6 +24,7 @@ from engine import families
 from engine.diffusion.objective import build_objective
 from engine.memory.tracing.inputs import CELLS
 from jobs.spec.families import FAMILIES
+from jobs.spec.families.base import Family as Facts
 from jobs.spec.families.base import ShiftLine
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.noise_levels import sigma_at
@@ -116,8 +117,13 @@ def sizes(family: str) -> tuple[tuple[int, int, int], ...]:
 def tokens(family: str, flavour: str, size: tuple[int, int, int]) -> int:
     """Return the denoiser's tokens of a sample of this size."""
     facts, (width, height, frames) = FAMILIES[family], size
-    step = facts.latent_step_of(flavour)
+    step = _token_side(facts, flavour)
     return (width // step) * (height // step) * _latent_frames(family, frames)
+
+
+def _token_side(facts: Facts, flavour: str) -> int:
+    """Return the pixels of a token; a model that makes layers has sides of other multiples."""
+    return facts.latent_step if facts.makes_layers(flavour) else facts.latent_step_of(flavour)
 
 
 @cache
@@ -142,7 +148,7 @@ def shares_of(family: str, flavour: str, size: tuple[int, int, int]) -> Shares:
         loaded = families.load(family, flavour, root)
         objective = build_objective(spec, loaded, root)
     width, height, frames = size
-    step = FAMILIES[family].latent_step_of(flavour)
+    step = _token_side(FAMILIES[family], flavour)
     count = _latent_frames(family, frames)
     cells = 2 if loaded.tokens_of(2, 2) == 1 else 1  # latents that make a token, on a side
     latents = torch.empty(

@@ -42,7 +42,7 @@ from engine.data.read.images import DECODER, decode
 from engine.data.read.masks import read_mask
 from engine.model.release import Watch, give_back
 from jobs.errors import NotFiniteError, UserError
-from jobs.spec.families import frames_beside, needs_first_frame, needs_last_frame
+from jobs.spec.families import frames_beside, makes_layers, needs_first_frame, needs_last_frame
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class LatentKeys:
             "tf32": spec.allow_tf32,
             "decoder": DECODER,
             "fitting": FITTING,
+            **({"alpha": True} if makes_layers(spec) else {}),
         }
 
     def __call__(self, sample: int, view: int) -> str:
@@ -122,6 +123,8 @@ class LatentKeys:
         item = self._index.samples[sample]
         reference, shown = item.references[number], view_of(item, view, self._spec)
         facts = reference_view(reference, item, shown).facts()
+        if makes_layers(self._spec):
+            facts = shown.facts()
         content = reference.digest
         if self._masks:
             drawn = {} if reference.path else {"random_mask": [MASKING, shown.mask]}
@@ -159,7 +162,8 @@ def prepare_latents(
     drawn |= given
 
     def encode(vae: Any, pixels: torch.Tensor, key: str) -> dict[str, torch.Tensor]:
-        colours, mask = pixels[:, :_COLOURS], pixels[:, _COLOURS:]
+        masked = pixels.shape[1] if makes_layers(spec) else _COLOURS
+        colours, mask = pixels[:, :masked], pixels[:, masked:]
         how = family.encode_condition if key in given else family.encode_pictures
         latents = _checked(how(vae, colours)[0], vae, drawn[key][0])
         masks = {MASK: mask_channels(mask.cpu(), latents)} if mask.shape[1] else {}
@@ -269,6 +273,8 @@ def to_sound(sample: Sample, rate: int, spec: DataKeys) -> torch.Tensor:
 def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
     """Return a view of a sample in [-1, 1]: `(1, 3, H, W)`, or `(1, 3, F, H, W)` for videos.
 
+    With opacity as a fourth channel for models that make layers.
+
     Raises:
         UserError: The file changed after it was indexed.
     """
@@ -277,7 +283,7 @@ def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
             read = _frames(sample, spec, sample.bucket[2])
             frames = [fit(Image.fromarray(frame), view) for frame in read]
         else:
-            frames = [fit(decode(_content(sample, spec)), view)]
+            frames = [fit(decode(_content(sample, spec), alpha=makes_layers(spec)), view)]
     pixels = _scaled(frames)
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
 
@@ -286,7 +292,8 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
     """Return the conditioning image for a view of its sample, `(1, 3, H, W)` in [-1, 1].
 
     For families that train on videos, `(1, 3, 1, H, W)`. For models that fill in what a mask says,
-    the sample without that part, and the mask, `(1, 4, H, W)`.
+    the sample without that part, and the mask, `(1, 4, H, W)`. For those that make layers, one of
+    them, with its opacity, `(1, 4, H, W)`.
 
     Raises:
         UserError: The file changed after it was indexed.
@@ -294,9 +301,10 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
     reference = sample.references[number]
     if not reference.path:
         return masked_pixels(to_pixels(sample, view, spec), random_mask(sample, view))
-    picture = fit_reference(
-        reference_picture(sample, number, spec), reference_view(reference, sample, view)
-    )
+    picture = reference_picture(sample, number, spec)
+    if makes_layers(spec):  # exactly the part of it that its image has
+        return _scaled([fit(picture, view)])[:, :, 0]
+    picture = fit_reference(picture, reference_view(reference, sample, view))
     if fills(spec):
         return masked_pixels(to_pixels(sample, view, spec), picture)
     pixels = _scaled([picture])
@@ -333,7 +341,7 @@ def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Ima
     with _report_unreadable(name):
         content = read_reference(reference, sample, spec)
     _check(name, hashlib.sha256(content).hexdigest(), reference.digest)
-    return decode(content)
+    return decode(content, alpha=makes_layers(spec))
 
 
 def keyframe(sample: Sample, number: int, view: View, spec: DataKeys) -> Image.Image:

@@ -372,10 +372,14 @@ class Fitting:
                 return "a single frame: the model is trained on videos from their first frame"
         sizes = self._buckets.find(facts.width, facts.height).values()
         beside = [self._references(entry, facts, size) for size in sizes]
+        keeps = self._takes is not None and self._takes.layers  # what is transparent stays so
         for reference in itertools.chain(*beside):
             seen = reference.seen
             if self._takes and any(seen) and (why := self._takes.why_unfit(seen)):
                 return f"its conditioning image cannot be used: {why}"
+            if keeps and not reference.aligned:
+                shape = f"{reference.width}x{reference.height}"
+                return f"its layer {Path(reference.path).name} has another shape: {shape}"
         moves = entry.is_video and frames > (1,)
         return [
             Sample(
@@ -387,7 +391,7 @@ class Fitting:
                 facts.height,
                 facts.digest,
                 (*size, *frames),
-                facts.notes,
+                tuple(note for note in facts.notes if not (keeps and note == "transparent")),
                 entry.row,
                 entry.is_video,
                 references=references,

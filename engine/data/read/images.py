@@ -126,7 +126,7 @@ class RangeError(ValueError):
 
 
 def to_rgb(
-    picture: Image.Image, bits: int = 8, *, white_is_zero: bool = False
+    picture: Image.Image, bits: int = 8, *, white_is_zero: bool = False, alpha: bool = False
 ) -> tuple[Image.Image, set[str]]:
     """Convert a loaded image of any mode to 8-bit RGB; return it with notes about the conversion.
 
@@ -135,6 +135,7 @@ def to_rgb(
         bits: Bits per channel as stored, which Pillow's mode does not always show.
         white_is_zero: Whether 0 means white. Pillow already inverts images of up to 8 bits, so this
             only applies to more.
+        alpha: Return RGBA, instead of transparent parts on white.
 
     Raises:
         RangeError: Gray values exceed the range of their type.
@@ -164,8 +165,13 @@ def to_rgb(
         picture = picture.convert("RGB")
     if opacity is not None:
         notes.add("transparent")
-        white = Image.new("RGB", picture.size, "white")
-        picture = Image.composite(picture, white, opacity)
+        if not alpha:
+            white = Image.new("RGB", picture.size, "white")
+            picture = Image.composite(picture, white, opacity)
+    if alpha:
+        picture = picture.convert("RGBA")
+        if opacity is not None:
+            picture.putalpha(opacity)
     return picture, notes
 
 
@@ -350,15 +356,19 @@ def inspect_image(content: bytes) -> ImageFacts:
     return ImageFacts(picture.width, picture.height, digest, tuple(sorted(notes)))
 
 
-def decode(content: bytes) -> Image.Image:
+def decode(content: bytes, *, alpha: bool = False) -> Image.Image:
     """Return the image in 8-bit RGB, as displayed; for several frames, the first.
 
     The result has no profile and no orientation tag, so that a saved copy looks the same.
 
+    Args:
+        content: Of the file.
+        alpha: Return RGBA, instead of transparent parts on white.
+
     Raises:
         PictureError: The image cannot be used. Damage after the first frame is ignored.
     """
-    picture, _ = _displayed(content)
+    picture, _ = _displayed(content, alpha=alpha)
     if isinstance(picture, ImageFile.ImageFile):  # was RGB as stored: detach it from its file
         picture = picture.copy()
     picture.info = {}
@@ -384,21 +394,23 @@ def decode_opacity(content: bytes) -> Image.Image | None:
         return opacity
 
 
-def _displayed(content: bytes) -> tuple[Image.Image, set[str]]:
+def _displayed(content: bytes, *, alpha: bool = False) -> tuple[Image.Image, set[str]]:
     """Read an image as displayed, with its notes, turning all of Pillow's errors into one type."""
     if not content:
         raise PictureError("empty file")
     _silence_pillow()
     try:
         with Image.open(io.BytesIO(content), formats=_formats()) as file:
-            return _read(file, content)
+            return _read(file, content, alpha=alpha)
     except (PictureError, RangeError) as error:
         raise PictureError(str(error)) from None
     except Exception as error:  # readers raise almost anything on damaged bytes
         raise PictureError(why_unreadable(error, content)) from error
 
 
-def _read(file: ImageFile.ImageFile, content: bytes) -> tuple[Image.Image, set[str]]:
+def _read(
+    file: ImageFile.ImageFile, content: bytes, *, alpha: bool
+) -> tuple[Image.Image, set[str]]:
     if file.width < 1 or file.height < 1:
         raise PictureError("no pixels")
     if file.width * file.height > MOST_PIXELS:  # Pillow's own limit can be disabled
@@ -412,7 +424,8 @@ def _read(file: ImageFile.ImageFile, content: bytes) -> tuple[Image.Image, set[s
     orientation = tags.get(_ORIENTATION)
     file.load()
     _correct_transparent_colour(file, bits)
-    picture, done = to_rgb(file, bits, white_is_zero=tags.get(_PHOTOMETRIC) == 0)
+    white_is_zero = tags.get(_PHOTOMETRIC) == 0
+    picture, done = to_rgb(file, bits, white_is_zero=white_is_zero, alpha=alpha)
     if file.format != "TIFF":  # Pillow rotates TIFF files itself on loading
         orientation = _orientation(file)
         if orientation in _UPRIGHT:

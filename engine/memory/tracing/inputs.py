@@ -24,11 +24,12 @@ from jobs.errors import UserError
 from jobs.spec.families import (
     frames_beside,
     get_family,
+    makes_layers,
     needs_first_frame,
     references_of,
     takes_keyframes,
 )
-from jobs.spec.keys.prompts import requests_of
+from jobs.spec.keys.prompts import layers_of, requests_of
 from jobs.spec.rules.buckets import sizes_of
 
 if TYPE_CHECKING:
@@ -95,13 +96,13 @@ _PACKED: Final = ("flux", "chroma", "qwen_image", "krea2")  # their `in_channels
 def latents_shape(
     spec: JobKeys, config: Mapping[str, Any], size: tuple[int, int], frames: int = 1
 ) -> tuple[int, ...]:
-    """Return `(C, h, w)` or, for families that train on videos, `(C, f, h, w)`.
+    """Return `(C, h, w)` or, for families that train on videos or layers, `(C, f, h, w)`.
 
     Args:
         spec: The job.
         config: The denoiser's config.
         size: Width and height in pixels.
-        frames: Frames of the video.
+        frames: Frames of the video, or an image and its layers.
     """
     cells = CELLS.get(spec.model_family, Cells())
     if spec.model_family == "wan" and config["in_channels"] == 48:  # TI2V-5B has its own VAE
@@ -110,6 +111,8 @@ def latents_shape(
     # `in_channels` may include the channels of a conditioning image.
     beside = spec.model_family in ("wan", "flux", "hunyuanvideo15") and config.get("out_channels")
     channels = (beside or config["in_channels"]) // (4 if spec.model_family in _PACKED else 1)
+    if makes_layers(spec) and frames > 1:
+        return channels, frames, height, width
     if not cells.frames:
         return channels, height, width
     return channels, cells.latents(frames), height, width
@@ -184,7 +187,7 @@ def sound_shapes(
 def references(spec: DataPlanKeys, *, training: bool) -> int:
     """Return the highest number of conditioning images of any training sample or prompt."""
     takes = references_of(spec)
-    if needs_first_frame(spec) or (takes is not None and takes.masks):
+    if needs_first_frame(spec) or (takes is not None and (takes.masks or takes.layers)):
         return 1
     if training:
         return max(
@@ -335,7 +338,12 @@ def largest_encoded(spec: JobSpec) -> tuple[int, int]:
 
 
 def training_frames(spec: InputKeys) -> int:
-    """Return the frames of a sample, or the maximum if the job sets no number."""
+    """Return the frames of a sample, or the maximum if the job sets no number.
+
+    Of models that make layers, an image and its layers.
+    """
+    if layers := layers_of(spec):
+        return 1 + layers
     return get_family(spec.model_family).frames_of(spec.num_frames or _LONGEST_VIDEO)
 
 
@@ -347,4 +355,4 @@ def sampled(spec: DataPlanKeys) -> tuple[tuple[int, int], int] | None:
     # Where videos have more frames at least, an image is the first one of the shortest.
     least = get_family(spec.model_family).frame_rest
     most = max(requests, key=lambda r: r.width * r.height * max(r.frames, least))
-    return (most.width, most.height), max(most.frames, least)
+    return (most.width, most.height), max(most.frames, least) + most.layers

@@ -100,7 +100,10 @@ def fitted_vae(seed: int) -> AutoencoderKL:
 def video_latents(vae: Any, seed: int) -> torch.Tensor:
     """Return a video autoencoder's latents of toy images, (16, C, 1, h, w)."""
     with torch.no_grad(), one_thread():
-        latents: torch.Tensor = vae.encode(sample_pixels(seed)[:, :, None]).latent_dist.mode()
+        pixels = sample_pixels(seed)
+        opaque = torch.ones_like(pixels[:, :1])
+        pixels = torch.cat([pixels, opaque], 1)[:, : vae.config.get("input_channels", 3)]
+        latents: torch.Tensor = vae.encode(pixels[:, :, None]).latent_dist.mode()
     return latents
 
 

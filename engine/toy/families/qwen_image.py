@@ -9,6 +9,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
+    QwenImageLayeredPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
@@ -37,20 +38,21 @@ GAIN = gains(
 
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
-    """Write the model: those that edit have pipelines of their own, and a processor."""
+    """Write the model: those that take images have pipelines of their own, and a processor."""
     kind = _pipeline_of(flavour)
-    edits = kind is not QwenImagePipeline
+    edits, layered = kind is not QwenImagePipeline, flavour == "layered"
+    config = {"zero_cond_t": True} if "2511" in flavour else {}
+    if layered:
+        config = {"use_layer3d_rope": True, "use_additional_t_cond": True}
     # The pipelines set their templates when they are made.
     template = kind(*[None] * 6).prompt_template_encode if edits else QWEN_IMAGE_TEMPLATE
     tokenizer = build_qwen_tokenizer(parts.captions(), template)
     pipeline = QwenImagePipeline(
         scheduler=build_scheduler(),
-        vae=build_video_vae(seed),
+        vae=build_video_vae(seed, channels=4 if layered else 3),
         text_encoder=build_qwen2_5_vl(tokenizer, TEXT_DIM, seed=seed),
         tokenizer=tokenizer,
-        transformer=_build_transformer(
-            seed, HEADS * hidden_scale, **({"zero_cond_t": True} if "2511" in flavour else {})
-        ),
+        transformer=_build_transformer(seed, HEADS * hidden_scale, **config),
     )
     parts.save(pipeline, model_dir, dtype)
     if edits:
@@ -58,6 +60,8 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def _pipeline_of(flavour: str) -> type[Any]:
+    if flavour == "layered":
+        return QwenImageLayeredPipeline
     if not flavour.startswith("edit"):
         return QwenImagePipeline
     return QwenImageEditPipeline if flavour == "edit" else QwenImageEditPlusPipeline
@@ -103,10 +107,15 @@ def _build_transformer(seed: int, heads: int, **config: Any) -> QwenImageTransfo
     return transformer
 
 
-def build_video_vae(seed: int) -> AutoencoderKLQwenImage:
+def build_video_vae(seed: int, channels: int = 3) -> AutoencoderKLQwenImage:
     """Random, with the statistics of the latents that it makes of toy images."""
     vae = parts.random_model(
-        AutoencoderKLQwenImage, seed=seed, base_dim=8, z_dim=LATENT_CHANNELS, num_res_blocks=1
+        AutoencoderKLQwenImage,
+        seed=seed,
+        base_dim=8,
+        z_dim=LATENT_CHANNELS,
+        num_res_blocks=1,
+        input_channels=channels,
     )
     parts.register_statistics(vae, seed)
     return vae

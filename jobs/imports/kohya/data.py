@@ -279,6 +279,22 @@ def control_size(part: Draft, key: str, value: Any) -> None:
     part.take(key, "conditioning_resolution", side, "the side of as large a square")
 
 
+def layers(part: Draft, key: str, value: Any) -> None:
+    """Take the layers beside each image, `cat_0.png` and so on for `cat.png`."""
+    if is_off(value) or not models.family_of(part).makes_layers(part.job.get("model_flavour")):
+        part.unsupported(key, "a sample has one target")
+        return
+    folder = Path(str(part.values.get("path")))
+    stems = {path.stem for path in list_files(folder).pictures} if folder.is_dir() else set()
+    named = (stem.rpartition("_") for stem in stems)
+    ends = {end for image, _, end in named if end.isdigit() and image in stems}
+    if ends:
+        suffixes = [f"_{end}" for end in sorted(ends, key=int)]
+        part.take(key, "conditioning_suffix", suffixes, "what the names of layers end with")
+    else:
+        part.unsupported(key, "set layer_suffix: what the names of each image's layers end with")
+
+
 def of_datasets(draft: Draft, key: str, value: Any) -> None:
     """Take a flag that datasets take over for the job, if there is none that did."""
     if any(entry.key == key for entry in draft.report.entries):

@@ -37,6 +37,7 @@ __all__ = [
     "frames_beside",
     "get_family",
     "latent_step_of",
+    "makes_layers",
     "needs_first_frame",
     "needs_last_frame",
     "references_of",
@@ -170,6 +171,12 @@ def references_of(spec: JobKeys) -> References | None:
     """How a job's model takes conditioning images; None if it takes none."""
     family = FAMILIES.get(spec.model_family)
     return family.references_of(spec.model_flavour) if family is not None else None
+
+
+def makes_layers(spec: JobKeys) -> bool:
+    """Whether a job's model splits an image into layers with transparency."""
+    family = FAMILIES.get(spec.model_family)
+    return family is not None and family.makes_layers(spec.model_flavour)
 
 
 def widened_of(spec: JobKeys) -> str:

@@ -258,6 +258,11 @@ class Family:
         entry = self.flavours.get(flavour or "")
         return (entry.references if entry else None) or self.references
 
+    def makes_layers(self, flavour: str | None) -> bool:
+        """Whether a flavour splits an image into layers with transparency."""
+        takes = self.references_of(flavour)
+        return takes is not None and takes.layers
+
     def widened_of(self, flavour: str | None) -> str:
         """Return the layer with inputs for a conditioning image; empty if there is none."""
         entry = self.flavours.get(flavour or "")

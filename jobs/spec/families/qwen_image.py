@@ -8,13 +8,19 @@ _EDIT = References(to_area, required=True, widest=_WIDEST, seen=to_area, fixed=T
 _EDIT_PLUS = References(
     to_area, most=3, required=True, widest=_WIDEST, seen=to_small_area, fixed=True
 )
+_LAYERS = References(None, most=20, required=True, layers=True)
 _TEXT = {"_class_name": "QwenImagePipeline"}
 _PLUS = {"_class_name": "QwenImageEditPlusPipeline"}
 
 FAMILY = Family(
     name="qwen_image",
     title="Qwen-Image",
-    pipelines=("QwenImagePipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"),
+    pipelines=(
+        "QwenImagePipeline",
+        "QwenImageEditPipeline",
+        "QwenImageEditPlusPipeline",
+        "QwenImageLayeredPipeline",
+    ),
     transformer="QwenImageTransformer2DModel",
     blocks=("QwenImageTransformerBlock",),
     routed_blocks={"transformer_blocks": "num_layers"},
@@ -38,6 +44,14 @@ FAMILY = Family(
             note="edits one to three conditioning images",
             marks=_PLUS,
             references=_EDIT_PLUS,
+        ),
+        "layered": Flavour(
+            "Qwen/Qwen-Image-Layered",
+            defaults={"resolution": 640},  # its pipeline makes images of 640² or 1024² pixels
+            note="splits an image into layers",
+            marks={"_class_name": "QwenImageLayeredPipeline"},
+            latent_step=32,  # of its pipeline
+            references=_LAYERS,
         ),
     },
     context_parallel=True,

@@ -65,6 +65,8 @@ class References:
         fixed: Whether the pipeline resizes images itself, always to the usual area.
         masks: Whether they are masks: white where the model fills in its own image, which it gets
             without that part. Prompts have the image before its mask.
+        layers: Whether a sample's are its layers, from the back, with transparency: the model is
+            given the image, and makes it again with its layers. Prompts have the image.
     """
 
     fit: Callable[[int, int, int | None], Fit] | None
@@ -75,6 +77,7 @@ class References:
     seen: Callable[[int, int, int | None], Fit] | None = None
     fixed: bool = False
     masks: bool = False
+    layers: bool = False
 
     def why_unfit(self, size: tuple[int, int]) -> str:
         """Why the pipeline would refuse an image that is given this size; "" if it takes it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 from pydantic_core import PydanticCustomError
 
-from jobs.spec.families import FAMILIES, latent_step_of
+from jobs.spec.families import FAMILIES, latent_step_of, makes_layers
 from jobs.spec.values.datasets import Texts
 from jobs.spec.values.resolutions import all_resolutions, largest_resolution
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
@@ -17,10 +17,11 @@ from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from jobs.spec.job_spec import DataPlanKeys
+    from jobs.spec.job_spec import DataPlanKeys, InputKeys
 
 LARGEST_SEED: Final = 2**63 - 1
 _LEAST_SIDE, _LARGEST_SIDE = 16, 8192
+_LAYERS: Final = 4  # that a pipeline makes if it is not told
 _SIZE: Final = re.compile(r"(?P<width>\d{1,6})(?:\s*[x×*]\s*(?P<height>\d{1,6}))?", re.IGNORECASE)
 _STOCK_NAMES: Final = {
     "num_inference_steps": "steps",
@@ -111,6 +112,7 @@ class SampleRequest:
         guided: Whether the negative prompt has an effect, as in stock pipelines.
         frames: Number of frames of a video; 1 for an image.
         conditioning: Paths of its conditioning images.
+        layers: How many layers to split its conditioning image into; 0 for most models.
     """
 
     prompt: str
@@ -124,6 +126,7 @@ class SampleRequest:
     guided: bool
     frames: int = 1
     conditioning: tuple[str, ...] = ()
+    layers: int = 0
 
 
 def requests_of(spec: DataPlanKeys) -> list[SampleRequest]:
@@ -216,7 +219,15 @@ def _request(entry: ValidationPrompt, spec: DataPlanKeys) -> SampleRequest:
         guided=guided,
         frames=frames_of(length, spec.model_family),
         conditioning=tuple(entry.conditioning_image or ()),
+        layers=layers_of(spec),
     )
+
+
+def layers_of(spec: InputKeys) -> int:
+    """Return how many layers a job's samples have, at most; 0 if its model makes none."""
+    if not makes_layers(spec):
+        return 0
+    return max((entry.references for entry in spec.datasets or []), default=0) or _LAYERS
 
 
 def frames_of(length: int, family: str) -> int:

@@ -28,7 +28,7 @@ from jobs.spec.values.resolutions import all_resolutions, has_several
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from jobs.spec.families import Family
+    from jobs.spec.families import Family, References
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
     from jobs.spec.keys.data import DataKeys
 
@@ -413,6 +413,8 @@ def _count(spec: DataPlanKeys) -> Conflict | None:
                     named=True,
                 )
         counts, prompts = [each for each in counts if each[2]], []
+    if takes.layers:
+        return _layers(takes, counts, prompts)
     counts += prompts
     for key, what, count in counts:
         if count > takes.most:
@@ -427,6 +429,25 @@ def _count(spec: DataPlanKeys) -> Conflict | None:
                 f"{', '.join(CONDITIONING)} in datasets",
                 named=True,
             )
+    return None
+
+
+def _layers(
+    takes: References, samples: list[tuple[str, str, int]], prompts: list[tuple[str, str, int]]
+) -> Conflict | None:
+    """Check the layers of samples and the images of prompts: key, name and number of each."""
+    for key, what, count in samples:
+        if not 1 <= count <= takes.most:
+            return Conflict(
+                key,
+                f"{what} has {count or 'no'} layers for each image, and the model is trained with "
+                f"1 to {takes.most}; set layer_suffix, layer_path or layer_column in datasets",
+                named=True,
+            )
+    for key, what, count in prompts:
+        if count > 1:
+            text = f"{what} has {count} conditioning images; the model splits only one"
+            return Conflict(key, text, named=True)
     return None
 
 

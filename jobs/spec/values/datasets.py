@@ -47,6 +47,9 @@ _OTHER_NAMES: Final = {
     "control_column": "conditioning_column",
     "cond_image_column": "conditioning_column",
     "conditioning_image_column": "conditioning_column",
+    "layer_path": "conditioning_path",
+    "layer_suffix": "conditioning_suffix",
+    "layer_column": "conditioning_column",
     "do_i2v": "first_frame",
     "is_i2v": "first_frame",
 }

@@ -92,6 +92,7 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "Qwen/Qwen-Image-Edit": ("QwenImageTransformer2DModel", 20.43e9),
     "Qwen/Qwen-Image-Edit-2509": ("QwenImageTransformer2DModel", 20.43e9),
     "Qwen/Qwen-Image-Edit-2511": ("QwenImageTransformer2DModel", 20.43e9),
+    "Qwen/Qwen-Image-Layered": ("QwenImageTransformer2DModel", 20.43e9),
     "Tongyi-MAI/Z-Image": ("ZImageTransformer2DModel", 6_154_908_736),
     "Tongyi-MAI/Z-Image-Turbo": ("ZImageTransformer2DModel", 6_154_908_736),
     "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": ("WanTransformer3DModel", 16.40e9),

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from engine.sample.sample_files import stacked
 from engine.toy.components.weights import one_thread
 from jobs.run.rundir import RunDir
 from jobs.spec.keys.prompts import requests_of
@@ -45,6 +46,7 @@ ALONE = {
     "flux:kontext": "full",
     "flux:control": "lora",
     "flux:fill": "lora",
+    "qwen_image:layered": "full",
 }
 RESUMED = tuple(ALONE)[4:]  # and from the middle, all with conditioning images
 # Those that go on with two ranks as well: images beside the text, and first frames.
@@ -109,7 +111,8 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     if kind == "lora" and case.facts.true_cfg_of(case.flavour):
         prompt |= {"negative_prompt": NEGATIVE, "guidance": 3.0, "true_cfg_scale": 3.0}
     if case.takes is not None or case.first_frame:
-        pictures = case.paths.data if case.first_frame else case.paths.control
+        own = case.takes is None or case.takes.layers
+        pictures = case.paths.data if own else case.paths.control
         prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
         if case.facts.needs_last_frame(case.flavour) or case.facts.takes_keyframes(case.flavour):
             prompt["conditioning_image"].append(str(max(pictures.glob("*.png"))))
@@ -305,7 +308,9 @@ def exported(case: Case, kind: str, directory: Path) -> Any:
 
 
 def picture(case: Case, pipeline: Any, request: Any) -> Any:
-    """The middle frame of what it makes; pixels as in its PNG."""
+    """The middle frame of what it makes, or its layers together; pixels as in its PNG."""
     found = case.run(pipeline, request, output_type="pil")[0]
+    if request.layers:
+        return np.asarray(stacked(found), int)
     found = found if isinstance(found, list) else [found]
     return np.asarray(found[len(found) // 2], int)

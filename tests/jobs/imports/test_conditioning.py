@@ -11,6 +11,7 @@ import yaml
 from jobs.imports.common.import_report import Kind
 from jobs.imports.imported import (
     import_ai_toolkit,
+    import_file,
     import_script,
     import_simpletuner,
 )
@@ -126,3 +127,24 @@ def test_a_script_of_diffusers(script: str, family: str, flavour: str | None) ->
     assert control.spec.conditioning_resolution is None
     plain = import_script(["accelerate", "launch", "train_dreambooth_lora_flux.py", *flags.split()])
     assert kinds(plain, "cond_image_column") == {Kind.UNSUPPORTED}
+
+
+def test_musubis_layers(tmp_path: Path) -> None:
+    """`cat_0.png` and so on are beside `cat.png`; only their names say how many there are."""
+    config = '[[datasets]]\nimage_directory = "d"\nmultiple_target = true\n'
+    (tmp_path / "data.toml").write_text(config)
+    command = "qwen_image_train_network.py --dit a --dataset_config data.toml --model_version "
+    script = tmp_path / "train.sh"
+    script.write_text(f"{command}layered")
+    assert kinds(import_file(script), "multiple_target") == {Kind.UNSUPPORTED}
+    (tmp_path / "d").mkdir()
+    for name in ("cat", "cat_0", "cat_10", "cat_9", "a_dog"):
+        (tmp_path / "d" / f"{name}.png").touch()
+    imported = import_file(script)
+    assert imported.spec.model_flavour == "layered"
+    assert kinds(imported, "multiple_target") == {Kind.TRANSLATED}
+    assert [entry.conditioning_suffix for entry in imported.spec.datasets or []] == [
+        ["_0", "_9", "_10"]
+    ]
+    script.write_text(f"{command}original")
+    assert kinds(import_file(script), "multiple_target") == {Kind.UNSUPPORTED}

@@ -258,7 +258,7 @@ def test_muon_is_taken_and_a_rate_of_another_scale_is_said(command: str) -> None
             "--dit 480p_i2v_step_distilled is not supported",
         ),
         ("hv_train_network.py --dit a --dit_in_channels 32", "other than 16 is not supported"),
-        ("qwen_image_train_network.py --model_version layered --dit a", "layered is not supported"),
+        ("qwen_image_train_network.py --model_version next --dit a", "next is not supported"),
         ("--network_dim 4 --dit a", "no script is named, and no network_module"),
         ("--network_module networks.lora_own --dit a", "which script trains networks.lora_own"),
         (f"{FLUX} $EXTRA_ARGS", "$EXTRA_ARGS may hold any flags"),

@@ -61,7 +61,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 # A flow that is not video, a flow that is, and a U-Net that predicts noise: all others are slow.
 # Layouts that make nothing without conditioning images.
 CONDITIONED: Final = (
-    *("qwen_image:edit", "qwen_image:edit-2509"),
+    *("qwen_image:edit", "qwen_image:edit-2509", "qwen_image:layered"),
     *("wan:2.2-i2v-a14b-low", "wan:2.1-flf2v-14b-720p"),
     *("flux:control", "flux:canny", "flux:fill"),
     "hunyuanvideo15:480p-i2v-step-distilled",
@@ -230,7 +230,8 @@ class Case:
             return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         entry = {"path": str(self.paths.data)}
         if not self.takes.masks:  # else they are drawn
-            entry["conditioning_path"] = str(self.paths.control)
+            layers = [str(path) for path in sorted(self.paths.control.iterdir()) if path.is_dir()]
+            entry["conditioning_path"] = layers or str(self.paths.control)
         sized = {} if self.takes.fit is None else {"conditioning_resolution": self.side}
         return {"datasets": [entry], **sized}
 
@@ -349,7 +350,7 @@ def told_image_tokens(pipeline: Any) -> Iterator[None]:
 
     pipeline.processor = process
     hook = encoder.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, {**returned[-1], **kwargs}), with_kwargs=True
+        lambda _, args, kwargs: (args, {**(returned or [{}])[-1], **kwargs}), with_kwargs=True
     )
     try:
         yield

@@ -49,7 +49,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
     "flux": ("kontext",),
     "flux2": ("klein-base-4b", "klein-4b"),
     "ltxvideo": ("13b-0.9.7-dev",),
-    "ltx2": ("2.3-22b", "2.5-22b"),
+    "ltx2": ("2.5-22b", "2.3-22b"),
     "sd3": ("3-medium",),
     "wan": ("2.2-ti2v-5b", "2.2-t2v-a14b-low"),
     "sana": ("1.6b",),

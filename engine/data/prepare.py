@@ -24,6 +24,7 @@ from engine.data.index.data_index import DataIndex, build_index, hold_out
 from engine.data.index.views import count_views, fit_whole, keyframes_of, shown, view_of
 from engine.data.read.class_images import cache_root
 from engine.data.read.images import PictureError, decode
+from engine.data.read.videos import VideoError, read_frames
 from engine.data.report import (
     PlanBucket,
     changed_since,
@@ -55,18 +56,18 @@ from jobs.spec.families import (
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.steps import preserves, steps_of, with_total_steps
+from jobs.spec.values.dataset_files import PICTURE_SUFFIXES
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from PIL.Image import Image
-
     from engine.data.encode.texts import ImageInput
     from engine.data.index.data_index import Sample
     from engine.data.index.views import Shown
     from engine.data.report import DataReport
+    from engine.families.shared.references import Conditioning
     from engine.ranks.telemetry import Telemetry
     from engine.run_context import RunContext
     from jobs.spec.job_spec import DataPlanKeys, JobSpec
@@ -107,7 +108,7 @@ class Prepared:
     held: Sequence[Sample] = ()
     weights: LossWeights | None = None
     held_weights: LossWeights | None = None
-    pictures: Mapping[str, Image] = field(default_factory=dict)
+    pictures: Mapping[str, Conditioning] = field(default_factory=dict)
     sounds: TensorCache | None = None
 
     def latents_of(self, draw: Draw) -> torch.Tensor:
@@ -211,7 +212,7 @@ class Prepared:
         """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`.
 
         Or of each given frame that has tokens of its own, `(C, 1, h, w)`. For models that make
-        layers, the image is `reference_0`.
+        layers, the image is `reference_0`. Of a control video, it is `(2C, f, h, w)`.
         """
         keys, sample = self.latent_keys, samples[number]
         if makes_layers(self.spec):
@@ -220,6 +221,11 @@ class Prepared:
         if sample.from_first and needs_first_frame(self.spec):
             key = keys.beginning(offset + number, view)
             return {BEGINNING: self.latents.read(key)["latents"]}
+        takes = references_of(self.spec)
+        if sample.references and takes is not None and takes.videos:
+            # What a mask keeps of the control video, which is nothing, and what it leaves.
+            parts = (keys.gray(offset + number), keys.reference(offset + number, view, 0))
+            return {f"{REFERENCE}0": torch.cat([self.latents.read(k)["latents"] for k in parts])}
         if takes_keyframes(self.spec):
             given = (keys.keyframe(offset + number, view, place) for place in range(frames))
             return {
@@ -396,7 +402,7 @@ def _drawn(
     return pairs, [*drawn, *dropped]
 
 
-def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
+def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Conditioning]) -> list[Text]:
     """Return the prompts to sample, and the negative prompts that have an effect."""
     texts = []
     for request in requests_of(spec):
@@ -407,7 +413,7 @@ def _prompts(spec: DataPlanKeys, pictures: Mapping[str, Image]) -> list[Text]:
     return texts
 
 
-def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
+def read_pictures(spec: DataPlanKeys) -> dict[str, Conditioning]:
     """Return the conditioning images of prompts by path, at the size that the model expects.
 
     They are read once at the start, so that sampling cannot fail because a file was deleted since.
@@ -416,7 +422,9 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
         UserError: An image cannot be used.
     """
     takes = references_of(spec)  # other families' pipelines resize their inputs
-    pictures: dict[str, Image] = {}
+    if takes is not None and takes.videos:
+        return _read_videos(spec)
+    pictures: dict[str, Conditioning] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
         try:
             content = read_regular(expand(path), LARGEST_PICTURE)
@@ -431,6 +439,34 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Image]:
             raise UserError(f"the conditioning image {path} cannot be used ({why})")
         pictures[path] = picture if takes.fixed else fit_whole(picture, takes.fit, side)
     return pictures
+
+
+def _read_videos(spec: DataPlanKeys) -> dict[str, Conditioning]:
+    """Return the frames of prompts' conditioning videos by path, as many as the longest needs.
+
+    Raises:
+        UserError: A video cannot be used.
+    """
+    from PIL import Image
+
+    longest: dict[str, int] = {}
+    for request in requests_of(spec):
+        for path in request.conditioning:
+            longest[path] = max(request.frames, longest.get(path, 1))
+    videos: dict[str, Conditioning] = {}
+    for path, frames in longest.items():
+        try:
+            if frames == 1 and expand(path).suffix.lower() in PICTURE_SUFFIXES:
+                videos[path] = [decode(read_regular(expand(path), LARGEST_PICTURE))]
+            else:
+                read = read_frames(expand(path), fps=spec.fps, frames=frames)
+                videos[path] = [Image.fromarray(frame) for frame in read]
+        except (OSError, PictureError, VideoError) as error:
+            raise UserError(
+                f"the conditioning video {path} cannot be used ({error})",
+                f"its prompt needs {frames} frames at {spec.fps:g} per second",
+            ) from None
+    return videos
 
 
 def _index(run: RunContext) -> DataIndex:

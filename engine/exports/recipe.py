@@ -124,6 +124,8 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "2.1-i2v-14b-480p": "wan2.1-i2v-14b-480p",
         "2.1-i2v-14b-720p": "wan2.1-i2v-14b-720p",
         "2.1-flf2v-14b-720p": "wan2.1-flf2v-14b-720p",
+        "2.1-vace-1.3b": "wan2.1-vace-1.3b",
+        "2.1-vace-14b": "wan2.1-vace-14b",
         "2.2-ti2v-5b": "wan2.2-ti2v-5b",
         # Both experts belong to one model; `timestep_range` tells them apart.
         "2.2-t2v-a14b-high": "wan2.2-t2v-a14b",

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from PIL import Image
-
     from engine.families.shared.lora_names import LoraStyle
+    from engine.families.shared.references import Conditioning
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -111,7 +110,7 @@ class Flux(PackedFamily):
         )[0]
         return unpack(velocity[:, : height * width // 4], height, width)
 
-    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
         if self.pipeline_class() is FluxControlPipeline:
             return {"control_image": pictures[0]}
         if self.pipeline_class() is FluxFillPipeline:

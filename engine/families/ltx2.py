@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
+    from engine.families.shared.references import Conditioning
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -235,7 +236,7 @@ class LTX2(Family):
         kind = ConnectedImagePipeline if connected else LTX2ImageToVideoPipeline
         return kind(**pipeline.components)
 
-    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
         """Add how strongly the frame is compressed, which depends on Gemma's version."""
         crf = resolve_default_image_crf(self._encoder)
         return super().reference_arguments(pictures) | {"image_crf": crf}

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from engine.families.shared.lora_names import Adapter
     from engine.families.shared.minimax_h3_forward import Layout as Rows
+    from engine.families.shared.references import Conditioning
     from jobs.spec.keys.prompts import SampleRequest
 
 _TEXT: Final = "prompt_embeds"
@@ -339,7 +340,7 @@ class MiniMaxH3(Family):
             }
         return arguments
 
-    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
         return dict(zip(("image", "last_image"), pictures, strict=False))
 
     def _timesteps(self, steps: int) -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
+    from engine.families.shared.references import Conditioning
     from jobs.spec.keys.prompts import SampleRequest
 
 _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
@@ -156,7 +157,7 @@ class QwenImage(PackedFamily, OneFrameFamily):
         )
         return pictures
 
-    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
         """As they are: the pipelines resize them."""
         several = self.pipeline_class() is QwenImageEditPlusPipeline
         return {"image": list(pictures) if several else pictures[0]}

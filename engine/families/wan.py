@@ -1,7 +1,8 @@
 """Wan: videos by flow matching, with cross-attention to text; two experts by noise level in 2.2.
 
 Image-to-video has the first frame, followed by gray ones, in extra channels, and FLF2V the last
-one behind them. In 2.1, an image encoder (CLIP) has them as its input too.
+one behind them. In 2.1, an image encoder (CLIP) has them as its input too. VACE has a control video
+in blocks of its own, which add to what the usual ones compute.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from diffusers import WanImageToVideoPipeline, WanPipeline
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanVACETransformer3DModel
 from torch.nn import functional
 from transformers import BatchFeature, CLIPVisionModel
 
 from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
-from engine.families.shared.references import BEGINNING, insert_first_frame
+from engine.families.shared.references import BEGINNING, REFERENCE, insert_first_frame
 from jobs.spec.families.wan import T2V_GUIDANCE, WITH_FRAME
 
 if TYPE_CHECKING:
@@ -25,25 +26,37 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
+    from engine.families.shared.references import Conditioning
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 _HIGH: Final = "transformer"
 _LOW: Final = "transformer_2"
 _MASKS: Final = 4  # channels: one for each frame of a latent; the first latent is of one frame
 _IMAGE: Final = "image_embeds"
+_CELL: Final = 8  # pixels of a latent's side, in Wan 2.1
 
 
+_CONTROL: Final = f"{REFERENCE}0"
+
+_MODULES: Final = {
+    **{
+        f"{attention}.{module}": f"{theirs}.{part}"
+        for attention, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for module, part in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+    },
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
 _LAYOUT: Final = Layout(
     {
         **{
-            f"blocks.#.{attention}.{module}": f"blocks.#.{theirs}.{part}"
-            for attention, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
-            for module, part in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+            f"{blocks}.#.{module}": f"{blocks}.#.{theirs}"
+            for blocks in ("blocks", "vace_blocks")
+            for module, theirs in _MODULES.items()
         },
         "blocks.#.attn2.add_k_proj": "blocks.#.cross_attn.k_img",
         "blocks.#.attn2.add_v_proj": "blocks.#.cross_attn.v_img",
-        "blocks.#.ffn.net.0.proj": "blocks.#.ffn.0",
-        "blocks.#.ffn.net.2": "blocks.#.ffn.2",
     }
 )
 
@@ -52,15 +65,21 @@ class Wan(Family):
     """Wan 2.1, Wan 2.2's TI2V-5B, and each expert of Wan 2.2 by itself; text or image to video."""
 
     # Every linear layer of the blocks: self-attention, cross-attention (to what CLIP sees too),
-    # feed-forward.
+    # feed-forward. Of VACE, those of the control blocks, as DiffSynth-Studio's scripts train it.
     LORA_TARGETS = (
         r"blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0|add_k_proj|add_v_proj)"
         r"|ffn\.net\.(0\.proj|2))"
+    )
+    CONTROL_TARGETS = (
+        r"vace_blocks\.\d+\.(attn[12]\.(to_q|to_k|to_v|to_out\.0)|ffn\.net\.(0\.proj|2))"
     )
     TOKENS = TokenLayout({"rotary_emb": (4, 1), "temb": (4, 1)})
     LORA_FILLED_UP = r"blocks\.\d+\.attn2\.add_[kv]_proj"
     KOHYA = Kohya(_LAYOUT.rename, {"ss_network_module": "networks.lora_wan"})
     COMFYUI = ComfyUI(_LAYOUT.rename)
+
+    def lora_targets(self, spec: JobSpec) -> str:
+        return self.CONTROL_TARGETS if self._controlled else super().lora_targets(spec)
 
     def lora_options(self) -> dict[str, Any]:
         """Files of both experts have the same names in them."""
@@ -116,6 +135,14 @@ class Wan(Family):
         timestep = level * 1000
         if mask is not None:
             timestep = timestep[:, None] * mask[:, ::2, ::2].flatten()
+        if (control := condition.get(_CONTROL)) is not None:
+            return transformer(
+                hidden_states=noisy,
+                timestep=timestep,
+                encoder_hidden_states=condition["prompt_embeds"],
+                control_hidden_states=_with_mask(control.to(noisy.dtype)),
+                return_dict=False,
+            )[0]
         seen = condition.get(_IMAGE)
         if seen is not None and self.last_frame:  # the model joins each sample's two again
             seen = seen.unflatten(1, (2, -1)).flatten(0, 1)
@@ -149,7 +176,12 @@ class Wan(Family):
     def pipeline_with_image(
         self, pipeline: Any, condition: Mapping[str, torch.Tensor] | None = None
     ) -> Any:
-        """Image-to-video's, with the image encoder's output, computed already, in its place."""
+        """Image-to-video's, with the image encoder's output, computed already, in its place.
+
+        VACE's is the usual one.
+        """
+        if self._controlled:
+            return pipeline
         parts = {name: part for name, part in pipeline.components.items() if part is not None}
         encoded = (condition or {}).get(_IMAGE)
         if encoded is not None:
@@ -160,7 +192,9 @@ class Wan(Family):
             **dict.fromkeys(("tokenizer", "text_encoder")) | parts, **settings
         )
 
-    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
+        if self._controlled:
+            return {"video": pictures[0]}
         last = {"last_image": pictures[1]} if self.last_frame else {}
         return {"image": pictures[0], **last}
 
@@ -172,6 +206,11 @@ class Wan(Family):
         if self.last_frame:
             mask[:, -1, -1] = 1
         return mask
+
+    @property
+    def _controlled(self) -> bool:
+        """Whether its videos follow a control video (VACE)."""
+        return self.transformer_class() is WanVACETransformer3DModel
 
     @property
     def _only_first(self) -> bool:
@@ -218,6 +257,15 @@ class _Precomputed(torch.nn.Module):
     def forward(self, **_: Any) -> SimpleNamespace:
         """Return the embeddings as the last layer but one, which the pipeline takes."""
         return SimpleNamespace(hidden_states=(self._embeds, None))
+
+
+def _with_mask(control: torch.Tensor) -> torch.Tensor:
+    """Return latents `(B, 32, f, h, w)` with a mask that leaves all of the video to the model.
+
+    The mask has a channel for each pixel of a cell, `(B, 64, f, h, w)`.
+    """
+    batch, _, *size = control.shape
+    return torch.cat([control, control.new_ones(batch, _CELL**2, *size)], dim=1)
 
 
 def _no_pixels(images: Any, return_tensors: str) -> BatchFeature:

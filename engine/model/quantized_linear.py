@@ -201,9 +201,7 @@ def _chosen(
     model: torch.nn.Module, spec: LoraKeys, family: Family, packing: Packing
 ) -> dict[str, Packing]:
     """Find the layers to pack, and how: linear, in a repeated block, and not kept as they are."""
-    blocks = tuple(
-        f"{n}." for n, m in model.named_modules() if type(m).__name__ in family.facts.blocks
-    )
+    blocks = tuple(f"{n}." for n, m in model.named_modules() if type(m).__name__ in family.blocks)
     own = spec.keep_in_full_precision
     modulation = packing_of(modulation_of(spec))
     in_fp32 = getattr(model, "_keep_in_fp32_modules", None) or ()

@@ -87,7 +87,7 @@ def swap_blocks(
     """
     if not swaps(spec):
         return None
-    blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in family.facts.blocks]
+    blocks = [(n, m) for n, m in model.named_modules() if type(m).__name__ in family.blocks]
     blocks.sort(key=lambda block: place_in_forward(block[0]))
     count = min(on_card(spec.swap_blocks, world.gpu()[1]), len(blocks))
     here = residence()

@@ -17,6 +17,7 @@ from accelerate import cpu_offload_with_hook
 
 from engine.data.encode.tensor_cache import nonfinite
 from engine.data.index.captions import prompt_text
+from engine.data.index.views import fit_frames
 from engine.families.shared.collate import collate
 from engine.model.compiled import uncompiled
 from engine.model.precision import autocast, compute_dtype
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from engine.families.shared.base import Sound
+    from engine.families.shared.references import Conditioning
     from engine.run_context import RunContext
     from engine.sample.frozen_denoiser import OtherExpert
 
@@ -159,7 +161,7 @@ class Prompts(Protocol):
     """Encoded prompts."""
 
     @property
-    def pictures(self) -> Mapping[str, Image]:
+    def pictures(self) -> Mapping[str, Conditioning]:
         """The conditioning images of prompts, by their paths."""
         ...
 
@@ -284,7 +286,11 @@ class Sampler:
             total=planned[numbers[0]] if self.run.world.shards else own,
         )
         with forwards, autocast(self.run.spec, studio.device), uncompiled(self.run.spec):
-            pictures = [self.data.pictures[path] for path in request.conditioning]
+            size = (request.width, request.height)
+            pictures = [
+                fit_frames(self.data.pictures[path], size, request.frames)
+                for path in request.conditioning
+            ]
             latents, sound = studio.denoise(request, *self._texts(request), pictures)
             forwards.check(studio.pipeline)
         return latents, sound
@@ -417,7 +423,11 @@ class _Studio:
             )
 
     def denoise(
-        self, request: SampleRequest, condition: Any, negative: Any, pictures: Sequence[Image]
+        self,
+        request: SampleRequest,
+        condition: Any,
+        negative: Any,
+        pictures: Sequence[Conditioning],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the latents of an image, and of a video's sound, as the pipeline does.
 

@@ -44,7 +44,7 @@ def hidden_matrices(model: torch.nn.Module, spec: RecipeKeys) -> dict[str, torch
     The published recipes leave the rest to AdamW: first and last layers, embeddings, norms, biases,
     tables, convolutions. Of a LoRA, these are its two factors.
     """
-    classes = FAMILIES[spec.model_family].blocks
+    classes = FAMILIES[spec.model_family].blocks_of(spec.model_flavour)
     blocks = [
         name
         for name, module in model.named_modules()

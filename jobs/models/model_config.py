@@ -202,11 +202,11 @@ def _with_class(config: dict[str, Any], family: Family | None, name: str) -> dic
         return config | {"_class_name": family.transformer}
     if class_name in family.other_names:
         return config | {"_class_name": family.transformer}
-    if class_name != family.transformer:
+    if class_name not in family.transformers:
         fits = [
             other.name
             for other in FAMILIES.values()
-            if class_name in (other.transformer, *other.other_names)
+            if class_name in (*other.transformers, *other.other_names)
         ]
         raise SpecError(
             f"{name} is a {class_name or config['model_type']}, not the {family.transformer} of a "

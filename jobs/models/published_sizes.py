@@ -42,6 +42,8 @@ PARAMETERS: Final[dict[str, int]] = {
     "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": 16_394_878_784,
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1_418_996_800,
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14_288_491_584,
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers": 2_153_972_032,
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": 17_337_592_896,
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": 14_288_901_184,
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": 14_288_491_584,
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": 4_999_787_712,

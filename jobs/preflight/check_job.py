@@ -106,7 +106,7 @@ def check_block_names(spec: RecipeKeys) -> None:
             closest class.
     """
     names = spec.fsdp_transformer_layer_cls_to_wrap or []
-    if set(names) <= set(get_family(spec.model_family).blocks):
+    if set(names) <= set(get_family(spec.model_family).blocks_of(spec.model_flavour)):
         return
     if spec.fsdp_auto_wrap_policy != "TRANSFORMER_BASED_WRAP" or not (
         shards(spec) or depends_on_memory(spec)

@@ -269,16 +269,18 @@ def missing_partners(spec: InputKeys) -> list[str]:
     ]
 
 
-def samples_in(spec: DataKeys, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
+def samples_in(spec: InputKeys, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
     """Return a folder's samples (no masks or conditioning images), and those lacking partners."""
-    pictures = files.pictures
+    paths = files.pictures
     if spec.masked_loss == "file":
         masks = expand(dataset.mask_path) if dataset.mask_path else None
-        pictures = dataset_files.without_masks(pictures, masks)
+        paths = dataset_files.without_masks(paths, masks)
+    if get_family(spec.model_family).frame_step:
+        paths = files.videos + paths
     try:
-        return split_samples(dataset, pictures)
+        return split_samples(dataset, paths)
     except (SpecError, OSError):  # reported by another check
-        return pictures, []
+        return paths, []
 
 
 def describe_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:

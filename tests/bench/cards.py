@@ -20,14 +20,17 @@ from jobs.memory.question import Server
 from jobs.models.published_sizes import by_size
 from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
+from jobs.spec.values.datasets import Dataset
 
 
 def smallest(server: Server, family: str, flavour: str, kind: str) -> dict[str, int | None]:
     """How many of each card: default resolution, batch 1, activation checkpointing, bf16."""
+    takes = FAMILIES[family].references_of(flavour)
+    beside = {"conditioning_path": ["."]} if takes is not None and takes.required else {}
     spec = JobSpec(
         model_family=family,
         model_flavour=flavour,
-        dataset=".",
+        datasets=[Dataset(path=".", **beside)],
         gradient_checkpointing=True,
         train_batch_size=1,
         strategy="auto",

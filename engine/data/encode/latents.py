@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 from PIL import Image
-from safetensors import safe_open
 from torch.nn import functional
 
 from engine.data.encode.tensor_cache import (
     TensorCache,
     find_missing,
     fingerprint,
+    grid_of,
     nonfinite,
     piece_size,
     pieces,
@@ -42,7 +43,13 @@ from engine.data.read.images import DECODER, decode
 from engine.data.read.masks import read_mask
 from engine.model.release import Watch, give_back
 from jobs.errors import NotFiniteError, UserError
-from jobs.spec.families import frames_beside, makes_layers, needs_first_frame, needs_last_frame
+from jobs.spec.families import (
+    frames_beside,
+    makes_layers,
+    needs_first_frame,
+    needs_last_frame,
+    references_of,
+)
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
@@ -115,6 +122,10 @@ class LatentKeys:
         facts |= keyframe_facts(item, number, self._spec) | self._facts
         return self._cache.key(content=item.digest, **facts)
 
+    def gray(self, sample: int) -> str:
+        """Return the cache key of gray frames in the shape of a sample."""
+        return self._cache.key(gray=list(self._index.samples[sample].bucket), **self._facts)
+
     def reference(self, sample: int, view: int, number: int) -> str:
         """Return the cache key of a conditioning image, cropped to match a view of its sample.
 
@@ -126,6 +137,8 @@ class LatentKeys:
         if makes_layers(self._spec):
             facts = shown.facts()
         content = reference.digest
+        if item.is_video:
+            facts |= {"frames": item.bucket[2], "fps": self._spec.fps}
         if self._masks:
             drawn = {} if reference.path else {"random_mask": [MASKING, shown.mask]}
             facts |= {"filled": item.digest, "centre": shown.centre, **drawn}
@@ -142,7 +155,7 @@ def prepare_latents(
         NotFiniteError: The VAE returned non-finite values. Nothing of that image is cached.
     """
     spec, family = run.spec, run.family
-    keys = LatentKeys(spec, cache, run.model_root, index)
+    keys, takes = LatentKeys(spec, cache, run.model_root, index), references_of(spec)
     beginning = "first and last frames" if needs_last_frame(spec) else "first frame"
     drawn: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
     given: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
@@ -153,6 +166,9 @@ def prepare_latents(
         for number in range(len(item.references)):
             read = partial(reference_pixels, item, number, seen, spec)
             given[keys.reference(sample, view, number)] = _reference_name(item), read
+        if item.references and takes is not None and takes.videos:
+            gray = partial(torch.zeros, 1, _COLOURS, *item.bucket[::-1])  # (1, 3, F, H, W)
+            given[keys.gray(sample)] = "gray frames", gray
         if item.from_first and needs_first_frame(spec):
             read = partial(beginning_pixels, item, seen, spec)
             given[keys.beginning(sample, view)] = f"the {beginning} of {item.name}", read
@@ -291,7 +307,7 @@ def to_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
 def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -> torch.Tensor:
     """Return the conditioning image for a view of its sample, `(1, 3, H, W)` in [-1, 1].
 
-    For families that train on videos, `(1, 3, 1, H, W)`. For models that fill in what a mask says,
+    For families that train on videos, `(1, 3, F, H, W)`. For models that fill in what a mask says,
     the sample without that part, and the mask, `(1, 4, H, W)`. For those that make layers, one of
     them, with its opacity, `(1, 4, H, W)`.
 
@@ -301,10 +317,17 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
     reference = sample.references[number]
     if not reference.path:
         return masked_pixels(to_pixels(sample, view, spec), random_mask(sample, view))
+    part = reference_view(reference, sample, view)
+    if sample.is_video:
+        name, path = _reference_name(sample), reference.path
+        with _report_unreadable(name):
+            shown = replace(sample, path=path, digest=reference.digest, name=name)
+            frames = _frames(shown, spec, sample.bucket[2])
+        return _scaled([fit_reference(Image.fromarray(frame), part) for frame in frames])
     picture = reference_picture(sample, number, spec)
     if makes_layers(spec):  # exactly the part of it that its image has
         return _scaled([fit(picture, view)])[:, :, 0]
-    picture = fit_reference(picture, reference_view(reference, sample, view))
+    picture = fit_reference(picture, part)
     if fills(spec):
         return masked_pixels(to_pixels(sample, view, spec), picture)
     pixels = _scaled([picture])
@@ -551,7 +574,7 @@ def prepare_masks(
     drawn: dict[str, tuple[int, int, tuple[int, int]]] = {}
     for number, view in views:
         if number < len(samples) and samples[number].mask:
-            cells = _grid(latents.path(latent_keys(number, view)))
+            cells = grid_of(latents.path(latent_keys(number, view)))
             drawn[mask_key(cache, samples[number], view, cells, run.spec)] = (
                 number,
                 view,
@@ -605,10 +628,3 @@ def _changed(sample: Sample) -> UserError:
     return UserError(
         f"the mask of {sample.name} changed while the job was preparing its data", "resume the job"
     )
-
-
-def _grid(path: Path) -> tuple[int, int]:
-    """Return the height and width of cached latents, reading only the file's header."""
-    with safe_open(path, framework="pt") as file:
-        *_, height, width = file.get_slice("latents").get_shape()
-    return int(height), int(width)

@@ -184,6 +184,15 @@ def nonfinite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     ]
 
 
+def grid_of(path: Path) -> tuple[int, int]:
+    """Return the height and width of cached latents, reading only the file's header."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        *_, height, width = file.get_slice("latents").get_shape()
+    return int(height), int(width)
+
+
 def fingerprint(directory: Path) -> str:
     """Hash a model component: the full content of small files, size and samples of large ones.
 

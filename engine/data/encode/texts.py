@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 
     from engine.data.index.data_index import Sample
     from engine.families import Family
+    from engine.families.shared.references import Conditioning
     from engine.model.release import Released
     from engine.ranks.telemetry import Telemetry
     from engine.ranks.world import World
@@ -436,7 +437,7 @@ def images_of(sample: Sample, view: int, spec: JobSpec, frames: int = 0) -> tupl
 
 
 def prompt_images(
-    request: SampleRequest, pictures: Mapping[str, Image], spec: JobKeys
+    request: SampleRequest, pictures: Mapping[str, Conditioning], spec: JobKeys
 ) -> tuple[ImageInput, ...]:
     """Return the images that are encoded with a prompt; () for most models.
 
@@ -447,11 +448,15 @@ def prompt_images(
     """
     if not sees_images(spec):
         return ()
-    size, paths = (request.width, request.height), request.conditioning
-    if takes_keyframes(spec):
-        shown = [as_keyframe(pictures[path], size, n) for n, path in enumerate(paths)]
-        return tuple(_of_picture(*each) for each in zip(paths, shown, strict=True))
-    return tuple(_of_prompt(path, pictures[path], spec, size) for path in paths)
+    size, images = (request.width, request.height), []
+    for number, path in enumerate(request.conditioning):
+        picture = pictures[path]
+        assert not isinstance(picture, list), "no encoder of texts sees videos"
+        if takes_keyframes(spec):
+            images.append(_of_picture(path, as_keyframe(picture, size, number)))
+        else:
+            images.append(_of_prompt(path, picture, spec, size))
+    return tuple(images)
 
 
 def _of_frame(sample: Sample, number: int, shown: View, spec: InputKeys) -> ImageInput:

@@ -420,8 +420,13 @@ class Fitting:
     def _frames(self, facts: _Facts) -> int | str:
         if not facts.frames:
             return 1  # an image is a video of one frame
-        video = VideoFacts(facts.width, facts.height, facts.frames, facts.fps, facts.digest)
-        there = frames_at(video, self._spec.fps)
+        there = min(
+            frames_at(
+                VideoFacts(each.width, each.height, each.frames, each.fps, each.digest),
+                self._spec.fps,
+            )
+            for each in (facts, *facts.beside)
+        )
         frames = self._spec.num_frames
         if there < (frames or 1):
             return f"too short: {there} frames at {self._spec.fps:g} per second, not {frames or 1}"
@@ -453,7 +458,10 @@ def _add_reference_facts(facts: _Facts, entry: Entry, dataset: Dataset, memo: Me
     for place in entry.references:
         name = f"{entry.name}:{place.column}" if place.column else place.path
         column = dataset.model_copy(update={"image_column": place.column or dataset.image_column})
-        image = _read_facts(Entry(name, Path(place.path), row=entry.row), column, memo)
+        named = Entry(name, Path(place.path), row=entry.row)
+        image = _read_facts(named, column, memo)
+        if named.is_video != entry.is_video:
+            image = "a video" if named.is_video else "an image, not a video"
         if isinstance(image, str):
             return f"its conditioning image cannot be used: {Path(place.path).name}: {image}"
         beside.append(image)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.data.index.data_index import Sample
+    from engine.families.shared.references import Conditioning
     from jobs.spec.families import References
     from jobs.spec.families.references import Fit
     from jobs.spec.job_spec import InputKeys
@@ -323,6 +324,13 @@ def keyframes_of(sample: Sample, spec: JobKeys) -> int:
     if not sample.from_first or not takes_keyframes(spec):
         return 0
     return 1 + bool(sample.to_last)
+
+
+def fit_frames(picture: Conditioning, size: tuple[int, int], frames: int) -> Conditioning:
+    """Return a conditioning video as large and as long as its prompt's; images as they are."""
+    if not isinstance(picture, list):
+        return picture
+    return [fit(frame, View(size)) for frame in picture[:frames]]
 
 
 def random_mask(sample: Sample, view: View) -> Image.Image:

@@ -477,8 +477,7 @@ def pair(source: Source, dataset: Dataset) -> Source:
             if (name := same_name(os.path.normpath(entry.path))) in files or name not in sidecar
         ]
         return replace(source, entries=entries)
-    pictures = [entry.path for entry in source.entries if not entry.problem and not entry.is_video]
-    pairs = Pairs(dataset, pictures)
+    pairs = Pairs(dataset, [entry.path for entry in source.entries if not entry.problem])
     entries = [
         entry
         for entry in source.entries

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from engine.data.index.views import Shown
     from engine.families.shared.lora_names import LoraStyle
+    from engine.families.shared.references import Conditioning
     from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
@@ -96,6 +97,7 @@ class Family(ABC):
         component: The trained denoiser's name in the pipeline, which is that of its directory in
             most models.
         fps: Frames per second, an input of some families' denoisers.
+        blocks: Its denoiser's repeated block classes.
         last_frame: Whether its videos are made between a first and a last frame.
     """
 
@@ -149,6 +151,8 @@ class Family(ABC):
     ) -> None:
         self.facts = get_family(name, flavour)
         self.component = self.facts.component_of(flavour)
+        self.blocks = self.facts.blocks_of(flavour)
+        self._transformer = self.facts.transformer_of(flavour)
         self.last_frame = self.facts.needs_last_frame(flavour)
         self._trained_shift = self.facts.trained_shift_of(flavour)
         self._flavour = flavour
@@ -168,7 +172,7 @@ class Family(ABC):
 
     def transformer_class(self) -> Any:
         """Return the denoiser's class."""
-        return getattr(diffusers, self.facts.transformer)
+        return getattr(diffusers, self._transformer)
 
     @property
     def changes_schedule(self) -> bool:
@@ -427,11 +431,11 @@ class Family(ABC):
         """
         return pipeline
 
-    def reference_arguments(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
         """Return the pipeline's arguments for conditioning images at their final size.
 
         Args:
-            pictures: At least one.
+            pictures: At least one; a video is its frames.
         """
         return {"image": pictures[0] if len(pictures) == 1 else list(pictures)}
 

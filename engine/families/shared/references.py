@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import torch
+from PIL import Image
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from engine.diffusion.objective import NoisySample
+
+Conditioning: TypeAlias = Image.Image | list[Image.Image]
+"""A conditioning image of a prompt, or the frames of a conditioning video."""
 
 REFERENCE: Final = "reference_"
 """With a number appended, the name of a conditioning image's latents in a condition."""

@@ -147,6 +147,9 @@ def reference_shapes(
         return {f"{KEYFRAME}{number}": frame for number in range(count)}
     if takes is None:
         return {FIRST_FRAME: frame}
+    if takes.videos:
+        channels, *cells = latents_shape(spec, config, size, frames)
+        return {f"{REFERENCE}0": ((2 * channels, *cells), torch.float32)}
     side = spec.conditioning_resolution if training or not takes.fixed else None
     if takes.fit is not None:
         size = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side).size
@@ -187,7 +190,8 @@ def sound_shapes(
 def references(spec: DataPlanKeys, *, training: bool) -> int:
     """Return the highest number of conditioning images of any training sample or prompt."""
     takes = references_of(spec)
-    if needs_first_frame(spec) or (takes is not None and (takes.masks or takes.layers)):
+    one = takes is not None and (takes.masks or takes.layers or takes.videos)
+    if one or needs_first_frame(spec):
         return 1
     if training:
         return max(

@@ -382,7 +382,12 @@ def _repeated(
     """Return the outermost list items that are units, or of a class that a family repeats."""
     from jobs.spec.families import FAMILIES
 
-    classes = {block for family in FAMILIES.values() for block in family.blocks}
+    classes = {
+        block
+        for family in FAMILIES.values()
+        for flavour in (None, *family.flavours)
+        for block in family.blocks_of(flavour)
+    }
     outermost: list[str] = []
     for module, name in names.items():
         block = type(module).__name__ in classes or (name in units and name[-1:].isdigit())

@@ -10,6 +10,8 @@ from diffusers import (
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
 )
 
 from engine.toy.components import parts
@@ -49,7 +51,8 @@ GAIN = gains(
 
 def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale: int) -> None:
     """Write the model: with two experts for Wan 2.2's A14B, with the other autoencoder for its 5B,
-    with channels for given frames for image-to-video, and in 2.1 with CLIP besides.
+    with channels for given frames for image-to-video, and in 2.1 with CLIP besides; for VACE with
+    blocks for a control video.
 
     All flavours of an A14B are one model.
     """
@@ -71,12 +74,21 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
     if last and sees:
         image_inputs["pos_embed_seq_len"] = 2 * PATCHES
     beside = {"in_channels": 2 * channels + 4, **image_inputs} if from_image else {}
+    common = {
+        "tokenizer": tokenizer,
+        "text_encoder": build_umt5(tokenizer, TEXT_DIM, seed=seed),
+        "vae": vae,
+        "scheduler": scheduler,
+    }
+    if "-vace" in flavour:
+        transformer = _build_transformer(
+            seed, heads, channels, WanVACETransformer3DModel, vace_layers=list(range(LAYERS))
+        )
+        parts.save(WanVACEPipeline(**common, transformer=transformer), model_dir, dtype)
+        return
     kind = WanImageToVideoPipeline if from_image else WanPipeline
     pipeline = kind(
-        tokenizer=tokenizer,
-        text_encoder=build_umt5(tokenizer, TEXT_DIM, seed=seed),
-        vae=vae,
-        scheduler=scheduler,
+        **common,
         transformer=_build_transformer(seed, heads, channels, **beside),
         transformer_2=_build_transformer(seed + 1, heads, channels, **beside) if experts else None,
         boundary_ratio=(0.9 if from_image else 0.875) if experts else None,
@@ -89,10 +101,10 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
 
 
 def _build_transformer(
-    seed: int, heads: int, channels: int, **config: Any
-) -> WanTransformer3DModel:
+    seed: int, heads: int, channels: int, kind: Any = WanTransformer3DModel, **config: Any
+) -> Any:
     transformer = parts.random_model(
-        WanTransformer3DModel,
+        kind,
         seed=seed,
         gain=GAIN,
         bias=0.005,
@@ -108,7 +120,7 @@ def _build_transformer(
         qk_norm="rms_norm_across_heads",
         **{"in_channels": channels} | config,
     )
-    for block in transformer.blocks:
+    for block in (*transformer.blocks, *getattr(transformer, "vace_blocks", ())):
         open_gates(block.scale_shift_table, chunks=6, gates=(2, 5), dim=1)
     with one_thread():
         quieten(transformer.proj_out.weight, transformer.patch_embedding.weight)

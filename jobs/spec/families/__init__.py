@@ -232,4 +232,5 @@ def sees_images(spec: JobKeys) -> bool:
 
 def wrapped_classes(spec: RecipeKeys) -> list[str]:
     """Return the block classes that become FSDP units: those of the job, else the family's."""
-    return spec.fsdp_transformer_layer_cls_to_wrap or list(get_family(spec.model_family).blocks)
+    own = get_family(spec.model_family).blocks_of(spec.model_flavour)
+    return spec.fsdp_transformer_layer_cls_to_wrap or list(own)

@@ -83,6 +83,9 @@ class Flavour:
         keyframes: Whether it is in tokens of its own instead, beside those of the whole video, and
             so is a last frame; its text encoder sees both.
         longest_text: The most tokens of a text; None for any number.
+        transformer: Class of its denoiser, where it is another than the family's.
+        more_blocks: Repeated block classes that only this denoiser has.
+        not_routed: Why `tread` cannot be used, in words, where it can be in the family.
         widened: The layer that gets as many inputs more, for a conditioning image, as the published
             model has; empty where the model is trained as it is.
     """
@@ -106,6 +109,9 @@ class Flavour:
     gray_frames: bool = True
     keyframes: bool = False
     longest_text: int | None = None
+    transformer: str = ""
+    more_blocks: tuple[str, ...] = ()
+    not_routed: str = ""
     widened: str = ""
 
 
@@ -222,6 +228,27 @@ class Family:
     def lengths(self) -> str:
         """Return the numbers of frames that its videos have, in words."""
         return f"{self.frame_step}n + {self.frame_rest}"
+
+    @property
+    def transformers(self) -> tuple[str, ...]:
+        """Return the classes of its denoisers, the usual one first."""
+        own = (entry.transformer for entry in self.flavours.values() if entry.transformer)
+        return tuple(dict.fromkeys((self.transformer, *own)))
+
+    def transformer_of(self, flavour: str | None) -> str:
+        """Return the class of a flavor's denoiser."""
+        entry = self.flavours.get(flavour or "")
+        return (entry.transformer if entry else "") or self.transformer
+
+    def blocks_of(self, flavour: str | None) -> tuple[str, ...]:
+        """Return the repeated block classes of a flavor's denoiser."""
+        entry = self.flavours.get(flavour or "")
+        return self.blocks + (entry.more_blocks if entry else ())
+
+    def not_routed_of(self, flavour: str | None) -> str:
+        """Return why `tread` cannot be used with a flavor; empty if it can."""
+        entry = self.flavours.get(flavour or "")
+        return self.not_routed or (entry.not_routed if entry else "")
 
     def component_of(self, flavour: str | None) -> str:
         """Return the denoiser that a flavor trains."""

@@ -67,6 +67,7 @@ class References:
             without that part. Prompts have the image before its mask.
         layers: Whether a sample's are its layers, from the back, with transparency: the model is
             given the image, and makes it again with its layers. Prompts have the image.
+        videos: Whether they are videos as long as the sample; of a single image, an image.
     """
 
     fit: Callable[[int, int, int | None], Fit] | None
@@ -78,6 +79,7 @@ class References:
     fixed: bool = False
     masks: bool = False
     layers: bool = False
+    videos: bool = False
 
     def why_unfit(self, size: tuple[int, int]) -> str:
         """Why the pipeline would refuse an image that is given this size; "" if it takes it."""

@@ -1,8 +1,9 @@
-"""Wan 2.1 and 2.2 of Alibaba: text, first frame, or first and last frame to video."""
+"""Wan 2.1 and 2.2 of Alibaba: text, given frames or a control video to video."""
 
-from typing import Final
+from typing import Any, Final
 
 from jobs.spec.families.base import Family, Flavour
+from jobs.spec.families.references import References
 
 T2V_GUIDANCE: Final = (4.0, 3.0)
 """Of Wan 2.2's text-to-video experts for high and for low noise, as published."""
@@ -15,10 +16,18 @@ _I2V_EXPERTS = {"validation_guidance": 3.5, "validation_num_inference_steps": 40
 _T2V = {"_class_name": "WanPipeline"}
 _I2V = {"_class_name": "WanImageToVideoPipeline"}
 
+_VACE: Final[dict[str, Any]] = {
+    "marks": {"_class_name": "WanVACEPipeline"},
+    "references": References(fit=None, required=True, videos=True),
+    "transformer": "WanVACETransformer3DModel",
+    "more_blocks": ("WanVACETransformerBlock",),
+    "not_routed": "its control blocks add to the tokens of all layers",
+}
+
 FAMILY = Family(
     name="wan",
     title="Wan",
-    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
+    pipelines=("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"),
     transformer="WanTransformer3DModel",
     blocks=("WanTransformerBlock",),
     routed_blocks={"blocks": "num_layers"},
@@ -56,6 +65,14 @@ FAMILY = Family(
             last_frame=True,
             sees_first_frame=True,
             longest_text=WITH_FRAME,
+        ),
+        "2.1-vace-1.3b": Flavour(
+            "Wan-AI/Wan2.1-VACE-1.3B-diffusers", note="480p, control video to video", **_VACE
+        ),
+        "2.1-vace-14b": Flavour(
+            "Wan-AI/Wan2.1-VACE-14B-diffusers",
+            note="480p and 720p, control video to video",
+            **_VACE,
         ),
         "2.2-ti2v-5b": Flavour(
             "Wan-AI/Wan2.2-TI2V-5B-Diffusers",

@@ -59,9 +59,10 @@ def _tread(spec: RecipeKeys) -> Conflict | None:
     if not spec.tread:
         return None
     family = FAMILIES.get(spec.model_family)
-    if family is not None and not family.routed_blocks:
+    if family is not None and (why := family.not_routed_of(spec.model_flavour)):
+        flavour = "" if family.not_routed else f" {spec.model_flavour}"
         return Conflict(
-            "tread", f"tread does not support {family.title}: {family.not_routed}; remove it"
+            "tread", f"tread does not support {family.title}{flavour}: {why}; remove it"
         )
     if spec.context_parallel_size > 1:
         return Conflict(

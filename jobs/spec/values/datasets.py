@@ -299,22 +299,34 @@ def _entry(entry: Any) -> Any:
 class Pairs:
     """The conditioning images of a folder's samples, with `conditioning_path` or `_suffix`.
 
+    Those of videos are videos.
+
     Args:
         dataset: The folder.
-        pictures: The images in it.
+        paths: The images and videos in it.
 
     Raises:
         OSError: A folder cannot be read.
     """
 
-    def __init__(self, dataset: Dataset, pictures: Sequence[Path]) -> None:
+    def __init__(self, dataset: Dataset, paths: Sequence[Path]) -> None:
         self._root = expand(dataset.path)
         self._folders = [expand(path) for path in dataset.conditioning_path or ()]
         self._suffixes = dataset.conditioning_suffix or []
-        self._beside = [
-            _by_stem(folder, dataset_files.list_files(folder).pictures) for folder in self._folders
-        ]
-        self._own = _by_stem(self._root, pictures) if self._suffixes else {}
+        listed = [dataset_files.list_files(folder) for folder in self._folders]
+        self._beside = {
+            is_video: [
+                _by_stem(folder, files.videos if is_video else files.pictures)
+                for folder, files in zip(self._folders, listed, strict=True)
+            ]
+            for is_video in (False, True)
+        }
+        self._own = {
+            is_video: _by_stem(self._root, [path for path in paths if _is_video(path) == is_video])
+            if self._suffixes
+            else {}
+            for is_video in (False, True)
+        }
 
     def expected_paths(self, sample: Path) -> list[Path]:
         """Return where a sample's conditioning images are expected, for messages."""
@@ -327,10 +339,11 @@ class Pairs:
 
     def existing_paths(self, sample: Path) -> list[Path | None]:
         """Return a sample's conditioning images, of any file type; None for each missing one."""
-        stem = _stem(sample, self._root)
+        stem, kind = _stem(sample, self._root), _is_video(sample)
         if self._folders:
-            return [paths.get(stem) for paths in self._beside]
-        return [self._own.get(stem + dataset_files.same_name(suffix)) for suffix in self._suffixes]
+            return [paths.get(stem) for paths in self._beside[kind]]
+        own = self._own[kind]
+        return [own.get(stem + dataset_files.same_name(suffix)) for suffix in self._suffixes]
 
     def is_sample(self, path: Path) -> bool:
         """Return whether a file is a sample rather than a conditioning image of another sample."""
@@ -338,9 +351,13 @@ class Pairs:
             return self._root in self._folders  # images may condition themselves
         stem = _stem(path, self._root)
         return not any(
-            stem.endswith(suffix) and stem.removesuffix(suffix) in self._own
+            stem.endswith(suffix) and stem.removesuffix(suffix) in self._own[_is_video(path)]
             for suffix in map(dataset_files.same_name, self._suffixes)
         )
+
+
+def _is_video(path: Path) -> bool:
+    return path.suffix.lower() in dataset_files.VIDEO_SUFFIXES
 
 
 def _by_stem(root: Path, pictures: Sequence[Path]) -> dict[str, Path]:

@@ -21,6 +21,7 @@ from jobs.errors import SpecError, UserError
 from jobs.preflight.data import check_dataset, find_unusable, missing_partners
 from jobs.spec.families.references import References, to_area_at_most, to_preferred
 from jobs.spec.file.load import load_spec
+from tests.support.images.videos import record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +81,60 @@ def test_a_folder_beside_a_folder(tmp_path: Path, job: Callable[..., JobSpec]) -
     assert again.samples == index.samples
     draw(tmp_path / "data/control/a.jpg", (80, 80))
     assert changed_since(again, build_index(spec)) == ("1 with another conditioning image (a.png)")
+
+
+def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
+    """As long as both are; the same crop of each."""
+    for place, name, frames in (
+        *(("data", "a", 9), ("data", "b", 9), ("data", "c", 9)),
+        *(("control", "a", 9), ("control", "b", 6)),
+    ):
+        path = tmp_path / place / f"{name}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        row = np.linspace(0, 160, 96).astype(np.uint8)
+        record(path, [np.tile(row[None, :, None] + 8 * n, (64, 1, 3)) for n in range(frames)])
+        path.with_suffix(".txt").write_text(name)
+    draw(tmp_path / "control/c.png")
+    draw(tmp_path / "data/d.png", caption="d")
+    draw(tmp_path / "control/d.png")
+    entry = {"path": str(tmp_path / "data"), "conditioning_path": str(tmp_path / "control")}
+    values = {
+        "pretrained_model_name_or_path": "m",
+        "model_family": "wan",
+        "model_flavour": "2.1-vace-1.3b",
+        "datasets": [entry],
+        "resolution": 64,
+        "fps": 8,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    spec = load_spec(None, values)
+    index = build_index(spec)
+    assert found(index) == {"a.mp4": ["a.mp4"], "b.mp4": ["b.mp4"], "d.png": ["d.png"]}
+    assert [sample.bucket[2] for sample in index.samples] == [9, 5, 1]
+    assert [skip.name for skip in index.skipped] == ["c.mp4"]
+    assert check_dataset(spec) == 4
+    assert len(missing_partners(spec)) == 1
+    sample, _, still = index.samples
+    view = view_of(sample, 0, spec)
+    shown = reference_pixels(sample, 0, view, spec)
+    assert shown.shape == to_pixels(sample, view, spec).shape == (1, 3, 9, *view.size[::-1])
+    assert (shown - to_pixels(sample, view, spec)).abs().max() < 0.1, "the same pictures"
+    assert reference_pixels(still, 0, view_of(still, 0, spec), spec).shape[2] == 1
+    prompt = {"prompt": "p", "conditioning_image": str(tmp_path / "control/b.mp4")}
+    for frames, why in ((5, ""), (9, "too short")):
+        asked = load_spec(None, values | {"validation_prompts": [prompt | {"num_frames": frames}]})
+        if not why:
+            (read,) = read_pictures(asked).values()
+            assert isinstance(read, list)
+            assert len(read) == frames
+            continue
+        with pytest.raises(UserError, match=f"b.mp4 cannot be used .*{why}") as caught:
+            read_pictures(asked)
+        assert caught.value.hint == "its prompt needs 9 frames at 8 per second"
+    one = prompt | {"num_frames": 1, "conditioning_image": str(tmp_path / "control/c.png")}
+    (read,) = read_pictures(load_spec(None, values | {"validation_prompts": [one]})).values()
+    assert isinstance(read, list)
+    assert len(read) == 1
 
 
 def test_files_with_a_suffix(tmp_path: Path, job: Callable[..., JobSpec]) -> None:

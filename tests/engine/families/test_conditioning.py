@@ -344,6 +344,47 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
 
 
 @pytest.mark.slow
+@torch.no_grad()
+def test_a_control_video_is_as_in_the_pipeline(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What the control blocks are given, as a job caches it of a sample, and what is predicted."""
+    case = Case("wan:2.1-vace-1.3b", toys_root(tmp_path_factory))
+    index, cache = build_index(case.spec()), TensorCache(tmp_path, "latents")
+    with preparing(case, case.family, tmp_path) as run:
+        keys = prepare_latents(run, cache, index, [(0, 0)])
+    parts = (keys.gray(0), keys.reference(0, 0, 0))
+    control = torch.cat([cache.read(key)["latents"] for key in parts])[None]
+    (reference,) = index.samples[0].references
+    request = case.request(
+        resolution=case.side,
+        num_frames=case.frames,
+        conditioning_image=reference.path,
+        guidance=1.0,
+    )
+    pipeline, calls = case.stock(), []
+    pipeline.transformer.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
+    )
+    case.run(pipeline, request, output_type="latent")
+    config = dict(pipeline.transformer.config)
+    shapes = reference_shapes(case.spec(), config, (case.side, case.side), 1, case.frames)
+    assert shapes[f"{REFERENCE}0"][0] == control.shape[1:]
+    text = batch_of(case.encoded(PROMPT, request=request))
+    assert calls
+    for told, expected in list(calls):
+        given = told["control_hidden_states"]
+        assert torch.allclose(given[:, :32], control, rtol=1e-3, atol=1e-3)
+        assert torch.equal(given[:, 32:], torch.ones_like(given[:, 32:])), "64 masks"
+        level, noisy = told["timestep"] / 1000, told["hidden_states"]
+        limit = 1e-3 * float(expected.abs().max())
+        for latents, same in ((control, True), (control.flip(-1), False)):
+            condition = text | {f"{REFERENCE}0": latents}
+            found = case.family.predict(pipeline.transformer, noisy, level, condition, 1.0)
+            assert torch.allclose(found, expected, rtol=1e-3, atol=limit) is same
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [None, Packing("int8")])
 def test_the_image_encoder_is_read_straight_onto_the_device(
     tmp_path_factory: pytest.TempPathFactory,

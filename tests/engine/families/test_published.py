@@ -53,6 +53,7 @@ BLOCKS: Final[dict[str, str]] = {
     "SanaTransformer2DModel": "SanaTransformerBlock",
     "UNet2DConditionModel": "BasicTransformerBlock ResnetBlock2D",
     "WanTransformer3DModel": "WanTransformerBlock",
+    "WanVACETransformer3DModel": "WanTransformerBlock WanVACETransformerBlock",
     "ZImageTransformer2DModel": "ZImageTransformerBlock",
 }
 
@@ -100,6 +101,8 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": ("WanTransformer3DModel", 16.40e9),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanTransformer3DModel", 1_418_996_800),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": ("WanTransformer3DModel", 14_288_491_584),
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers": ("WanVACETransformer3DModel", 2.154e9),
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": ("WanVACETransformer3DModel", 17.34e9),
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": ("WanTransformer3DModel", 14.29e9),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": ("WanTransformer3DModel", 14_288_491_584),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": ("WanTransformer3DModel", 4_999_787_712),

@@ -113,7 +113,10 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
     if case.takes is not None or case.first_frame:
         own = case.takes is None or case.takes.layers
         pictures = case.paths.data if own else case.paths.control
-        prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
+        if case.takes is not None and case.takes.videos:
+            prompt["conditioning_image"] = [str(min(case.control_videos.glob("*.mp4")))]
+        else:
+            prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
         if case.facts.needs_last_frame(case.flavour) or case.facts.takes_keyframes(case.flavour):
             prompt["conditioning_image"].append(str(max(pictures.glob("*.png"))))
         if case.takes is not None and case.takes.masks:

@@ -133,6 +133,7 @@ CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "minimax_h3:fl2va",
         SHARDED | {"train_batch_size": 1, "max_sequence_length": 16, "train_audio": True},
     ),
+    "control video": ("wan:2.1-vace-1.3b", SHARDED),
     "image to video": ("wan:2.1-flf2v-14b-720p", SHARDED | FULL | {"train_batch_size": 1}),
     # Of samples, decoding the sound takes most.
     "sound": (

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, "single", "t")
-FAMILY: Any = SimpleNamespace(facts=SimpleNamespace(blocks=("Block",)))
+FAMILY: Any = SimpleNamespace(blocks=("Block",))
 
 
 class Block(torch.nn.Module):

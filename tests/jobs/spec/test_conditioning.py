@@ -179,6 +179,17 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         ),
         (
             [],
+            {"model_family": "wan", "model_flavour": "2.1-vace-14b"},
+            "d has no conditioning image, which the model needs; set one of conditioning_path",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"model_family": "wan", "model_flavour": "2.1-vace-14b", "tread": {"2..-2": 0.5}},
+            "tread does not support Wan 2.1-vace-14b: its control blocks add to the tokens of all "
+            "layers; remove it",
+        ),
+        (
+            [],
             {"model_family": "wan", "model_flavour": I2V, "max_sequence_length": 600},
             f"Wan {I2V} takes at most 512 text tokens; use 512 or fewer",
         ),

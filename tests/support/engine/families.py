@@ -20,6 +20,7 @@ from PIL import Image
 
 from engine import families
 from engine.data.encode.texts import prompt_images
+from engine.data.index.views import fit_frames
 from engine.data.prepare import read_pictures
 from engine.families.shared.collate import collate
 from engine.toy import write_toy
@@ -62,7 +63,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 # Layouts that make nothing without conditioning images.
 CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509", "qwen_image:layered"),
-    *("wan:2.2-i2v-a14b-low", "wan:2.1-flf2v-14b-720p"),
+    *("wan:2.2-i2v-a14b-low", "wan:2.1-vace-1.3b", "wan:2.1-flf2v-14b-720p"),
     *("flux:control", "flux:canny", "flux:fill"),
     "hunyuanvideo15:480p-i2v-step-distilled",
     "minimax_h3:fl2va",  # which makes videos from text as well
@@ -139,7 +140,8 @@ class Case:
     @cached_property
     def family(self) -> Family:
         name, flavour = self._names
-        fps = _FPS if self.first_frame else None
+        moving = self.first_frame or (self.takes is not None and self.takes.videos)
+        fps = _FPS if moving else None
         return families.load(name, flavour, self.paths.model, fps)
 
     @property
@@ -190,12 +192,20 @@ class Case:
     @cached_property
     def videos(self) -> Path:
         """Each picture of the toy, moving to the side, with its caption."""
+        return self._moving(self.paths.data, "videos")
+
+    @cached_property
+    def control_videos(self) -> Path:
+        """The same of the pictures that condition them."""
+        return self._moving(self.paths.control, "control_videos")
+
+    def _moving(self, pictures: Path, name: str) -> Path:
         from tests.support.images.videos import record
 
-        root = self.paths.data.with_name("videos")
+        root = pictures.with_name(name)
         root.mkdir(exist_ok=True)
         rng = np.random.default_rng(0)
-        for path in sorted(self.paths.data.glob("*.png")):
+        for path in sorted(pictures.glob("*.png")):
             video = root / f"{path.stem}.mp4"
             if not video.exists():
                 with Image.open(path) as opened:
@@ -205,7 +215,8 @@ class Case:
                 if self.facts.sound and not path.stem.startswith("0002"):  # which is silent
                     sound = rng.normal(0, 0.1, (2, 16_000 * self.frames // 8))
                 record(video.with_suffix(".part.mp4"), moving, sound=sound).rename(video)
-                video.with_suffix(".txt").write_text(path.with_suffix(".txt").read_text())
+                if (caption := path.with_suffix(".txt")).exists():
+                    video.with_suffix(".txt").write_text(caption.read_text())
         return root
 
     @property
@@ -228,6 +239,9 @@ class Case:
             if self.facts.takes_keyframes(self.flavour):
                 entry |= {"first_frame": 0.8, "last_frame": 0.5}
             return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
+        if self.takes.videos:
+            entry = {"path": str(self.videos), "conditioning_path": str(self.control_videos)}
+            return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         entry = {"path": str(self.paths.data)}
         if not self.takes.masks:  # else they are drawn
             layers = [str(path) for path in sorted(self.paths.control.iterdir()) if path.is_dir()]
@@ -240,12 +254,16 @@ class Case:
         takes = self.facts.references_of(self._names[1])
         spec = self.spec(
             validation_prompts=[
-                {"prompt": request.prompt, "conditioning_image": list(request.conditioning)}
+                {
+                    "prompt": request.prompt,
+                    "conditioning_image": list(request.conditioning),
+                    **({"num_frames": request.frames} if self.facts.frame_step else {}),
+                }
             ],
             **({"conditioning_resolution": self.side} if takes and takes.fit else {}),
         )
-        found = read_pictures(spec)
-        return [found[path] for path in request.conditioning]
+        found, size = read_pictures(spec), (request.width, request.height)
+        return [fit_frames(found[path], size, request.frames) for path in request.conditioning]
 
     def request(self, **changes: Any) -> SampleRequest:
         (request,) = requests_of(self.spec(validation_prompts=[{"prompt": PROMPT} | changes]))

@@ -81,14 +81,14 @@ def table(chosen: list[Family]) -> str:
     ]
     for family in chosen:
         kind = " (video)" if family.frame_step else ""
-        blocks = ", ".join(f"`{name}`" for name in family.blocks)
         parallel = "yes" if family.context_parallel else "no"
         for size, names in by_size(family).items():
             flavours = ", ".join(f"`{name}`" for name in names)
+            blocks = ", ".join(f"`{name}`" for name in family.blocks_of(names[0]))
             lines.append(
                 f"| {family.title}{kind}<br>`{family.name}` | {flavours} | {size} | {blocks} "
                 + "".join(f"| {_smallest(family, names[0], kind)} " for kind in KINDS)
-                + f"| {parallel} | {'yes' if family.routed_blocks else 'no'} |"
+                + f"| {parallel} | {'no' if family.not_routed_of(names[0]) else 'yes'} |"
             )
     return "\n".join(lines)
 

@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.data.encode.latents import (
-    MASK,
-    LatentKeys,
-    LossWeights,
-    prepare_latents,
-    prepare_masks,
-    prepare_sounds,
-)
+from engine.data.encode.latents import MASK, LatentKeys, prepare_latents, prepare_sounds
+from engine.data.encode.loss_weights import LossWeights, prepare_masks
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import NO_TEXT, Text, Texts, images_of, prepare_texts, prompt_images
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant

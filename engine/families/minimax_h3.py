@@ -373,7 +373,7 @@ class SoundDecoder(torch.nn.Module):
         self.rate: int = vae.config.sampling_rate
 
     def shape(self, length: int, width: int) -> tuple[int, ...]:
-        """Return the shape of the latents of so many rows."""
+        """Return the shape of the latents of `length` rows."""
         return CHANNELS, width, length // CHANNELS
 
     def forward(self, latents: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,12 @@ from engine.data.encode.tensor_cache import (
     TensorCache,
     find_missing,
     fingerprint,
-    grid_of,
     nonfinite,
     piece_size,
     pieces,
     together,
 )
-from engine.data.index.data_index import read_content, read_reference, weights_of
+from engine.data.index.data_index import read_content, read_reference
 from engine.data.index.views import (
     FITTING,
     View,
@@ -40,7 +39,6 @@ from engine.data.index.views import (
     view_of,
 )
 from engine.data.read.images import DECODER, decode
-from engine.data.read.masks import read_mask
 from engine.model.release import Watch, give_back
 from jobs.errors import NotFiniteError, UserError
 from jobs.spec.families import (
@@ -50,7 +48,6 @@ from jobs.spec.families import (
     needs_last_frame,
     references_of,
 )
-from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -465,166 +462,3 @@ def _read_ahead(keys: Iterator[str], load: Any) -> Iterator[tuple[str, torch.Ten
                 yield first, pixels.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-# -- masks ----------------------------------------------------------------------------------
-# Masks on the latent grid, and the loss weights that training reads.
-#
-# A mask gets the same crop and flip as its image, is averaged over the pixels of each latent cell,
-# and is cached. Black areas weigh `unmasked_weight`. Each sample's weights are divided by their
-# mean, so its loss is a mean over the unmasked area: an image with a small mask counts as much as
-# any other, independent of the rest of the batch.
-
-
-_CELLS: Final = 1
-"""Part of the cache keys: raise it when the result of `cells_of` changes."""
-
-
-class LossWeights:
-    """The loss weights of a job's samples.
-
-    Args:
-        spec: The job.
-        samples: The samples that the job trains on.
-        masks: The cache of their masks.
-    """
-
-    def __init__(self, spec: JobSpec, samples: Sequence[Sample], masks: TensorCache) -> None:
-        self._spec = spec
-        self._samples = samples
-        self._masks = masks
-        self._weights = weights_of(samples, spec)
-        self.masked = any(sample.mask for sample in samples)
-        self.active = self.masked or any(weight != 1 for weight in self._weights)
-
-    def of(self, number: int, view: int, latents: torch.Tensor) -> torch.Tensor:
-        """Return the factor for a sample's per-element errors, fp32, on the CPU.
-
-        Args:
-            number: Index of the sample.
-            view: Index of the view.
-            latents: `(C, h, w)` or `(C, f, h, w)`; only the shape is used.
-
-        Returns:
-            A scalar if the job has no masks, else `(1, h, w)` or `(1, 1, h, w)`.
-        """
-        weight = torch.tensor(self._weights[number])
-        return self.of_mask(number, view, latents) * weight if self.masked else weight
-
-    def of_mask(self, number: int, view: int, latents: torch.Tensor) -> torch.Tensor:
-        """Return the factor of a sample's mask alone, `(1, h, w)` or `(1, 1, h, w)`, as `of`."""
-        height, width = latents.shape[-2:]
-        cells = torch.ones(height, width)
-        if self._samples[number].mask:
-            key = mask_key(self._masks, self._samples[number], view, (height, width), self._spec)
-            cells = normalised(self._masks.read(key)["mask"], self._spec.unmasked_weight)
-        return cells.view(*[1] * (latents.dim() - 2), height, width)
-
-
-def normalised(mask: torch.Tensor, unmasked: float) -> torch.Tensor:
-    """Return weights `(h, w)` with mean 1, or zeros if all weights are zero.
-
-    Args:
-        mask: `(h, w)`, from 0 to 1.
-        unmasked: The weight where the mask is 0.
-    """
-    weights = unmasked + (1 - unmasked) * mask
-    mean = weights.mean()
-    return weights / mean if mean > 0 else weights
-
-
-def mask_key(
-    cache: TensorCache, sample: Sample, view: int, cells: tuple[int, int], spec: DataKeys
-) -> str:
-    """Return the cache key of a mask."""
-    return cache.key(
-        mask=sample.mask,
-        alpha=not sample.mask_path,
-        cells=list(cells),
-        image=[sample.width, sample.height],
-        fitting=FITTING,
-        averaging=_CELLS,
-        **view_of(sample, view, spec).facts(),
-    )
-
-
-def prepare_masks(
-    run: RunContext,
-    cache: TensorCache,
-    latents: TensorCache,
-    latent_keys: LatentKeys,
-    samples: Sequence[Sample],
-    views: Iterable[tuple[int, int]],
-) -> None:
-    """Fill the cache with the masks of these samples and views, split over the ranks.
-
-    Args:
-        run: The job and its ranks.
-        cache: The cache of masks.
-        latents: The cache of latents, complete for these views.
-        latent_keys: Maps a sample and a view to its key in `latents`.
-        samples: The samples of the job.
-        views: Pairs of a sample's index and a view.
-
-    Raises:
-        UserError: A mask changed after it was indexed.
-    """
-    if not any(sample.mask for sample in samples):
-        return
-    drawn: dict[str, tuple[int, int, tuple[int, int]]] = {}
-    for number, view in views:
-        if number < len(samples) and samples[number].mask:
-            cells = grid_of(latents.path(latent_keys(number, view)))
-            drawn[mask_key(cache, samples[number], view, cells, run.spec)] = (
-                number,
-                view,
-                cells,
-            )
-    missing = find_missing(cache, list(drawn), run)
-    with together("masks", len(missing), run) as shared:
-        size = piece_size(len(missing), run.world.size)
-        for piece in pieces(missing, size, "masks", run):
-            for key in piece:
-                number, view, cells = drawn[key]
-                cache.write(key, {"mask": cells_of(samples[number], view, cells, run.spec)})
-                shared.add()
-
-
-def cells_of(sample: Sample, view: int, cells: tuple[int, int], spec: InputKeys) -> torch.Tensor:
-    """Return a view of a sample's mask, averaged over each cell: `(h, w)`, from 0 to 1.
-
-    Raises:
-        UserError: The mask changed after it was indexed.
-    """
-    content = _mask_content(sample, spec)
-    mask = read_mask(content, alpha=not sample.mask_path)
-    if mask is None:
-        raise _changed(sample)
-    mask = mask.resize((sample.width, sample.height))  # a mask may be smaller than its image
-    pixels = np.asarray(fit(mask, view_of(sample, view, spec)), dtype=np.float32) / 255
-    averaged: Any = torch.nn.functional.adaptive_avg_pool2d(
-        torch.from_numpy(pixels)[None, None], cells
-    )
-    return averaged[0, 0].contiguous()
-
-
-def _mask_content(sample: Sample, spec: InputKeys) -> bytes:
-    try:
-        if sample.mask_path:
-            content = read_regular(Path(sample.mask_path), LARGEST_PICTURE)
-        else:
-            content = read_content(sample, spec)
-    except OSError as error:
-        raise UserError(
-            f"the mask of {sample.name} is no longer readable ({error.strerror or error})",
-            "resume the job: it reads its data again",
-        ) from None
-    if hashlib.sha256(content).hexdigest() != sample.mask:
-        raise _changed(sample)
-    return content
-
-
-def _changed(sample: Sample) -> UserError:
-    return UserError(
-        f"the mask of {sample.name} changed while the job was preparing its data", "resume the job"
-    )

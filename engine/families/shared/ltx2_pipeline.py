@@ -63,7 +63,7 @@ class SoundDecoder(torch.nn.Module):
         self.rate: int = vocoder.config.output_sampling_rate
 
     def shape(self, length: int, width: int) -> tuple[int, ...]:
-        """Return the shape of the latents of so many rows."""
+        """Return the shape of the latents of `length` rows."""
         channels = self._vae.config.latent_channels
         return 1, channels, length, width // channels
 

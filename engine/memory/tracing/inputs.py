@@ -190,8 +190,8 @@ def sound_shapes(
 def references(spec: DataPlanKeys, *, training: bool) -> int:
     """Return the highest number of conditioning images of any training sample or prompt."""
     takes = references_of(spec)
-    one = takes is not None and (takes.masks or takes.layers or takes.videos)
-    if one or needs_first_frame(spec):
+    single = takes is not None and (takes.masks or takes.layers or takes.videos)
+    if single or needs_first_frame(spec):
         return 1
     if training:
         return max(

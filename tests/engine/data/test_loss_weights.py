@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.data.encode.latents import LossWeights, cells_of, mask_key, normalised
+from engine.data.encode.loss_weights import LossWeights, cells_of, mask_key, normalised
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.index.batch_plan import shares_of
 from engine.data.index.data_index import build_index, hold_out, weights_of

@@ -47,6 +47,7 @@ ALONE = {
     "flux:control": "lora",
     "flux:fill": "lora",
     "qwen_image:layered": "full",
+    "wan:2.1-vace-1.3b": "lora",
 }
 RESUMED = tuple(ALONE)[4:]  # and from the middle, all with conditioning images
 # Those that go on with two ranks as well: images beside the text, and first frames.

@@ -60,12 +60,12 @@ def test_another_container_only_looks_and_asks(lab: Lab) -> None:
     job = lab.running()
     supervisor, ranks = lab.supervisor(job), set(with_run_id(job.run_id))
     step = lab.step(job)
-    looked = beside(*["fsdp-tui list"] * 20, "sleep 1", *["fsdp-tui list"] * 2)
+    looked = beside(*["fsdp-tui list"] * 5, "sleep 1", *["fsdp-tui list"] * 2)
     assert looked.returncode == 0, looked.stderr
     assert "runs in another container or machine" in looked.stdout
     assert "lost" not in looked.stdout
     for command in ("resume", "remove --yes"):
-        refused = beside(*[f"fsdp-tui {command} {job.id}"] * 3)
+        refused = beside(*[f"fsdp-tui {command} {job.id}"] * 2)
         assert refused.returncode != 0
         assert f"job {job.id}" in refused.stderr
     assert lab.get(job).state is State.RUNNING

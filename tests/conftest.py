@@ -78,6 +78,22 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+_file = ""  # of the test before
+
+
+def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
+    """Have later collections pass over what the files before have left.
+
+    The engine collects garbage several times in each job, which otherwise takes a second each time
+    in a process that has run many tests.
+    """
+    global _file
+    if location[0] != _file:
+        _file = location[0]
+        gc.collect()  # what is frozen is collected no more
+        gc.freeze()
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A state directory and a cache of the test's own; every child process inherits them."""

@@ -35,7 +35,7 @@ _TITLES: Final = {
     "webdataset": "unpacked archives of datasets",
     "tables": "copies of datasets' parquet files",
     "stores": "datasets fetched from object stores",
-    "old_stores": "earlier versions of those that no unfinished job reads",
+    "old_stores": "earlier copies that no unfinished job reads",
 }
 _NOT_FOR_JOBS: Final = ("detection", "old_stores")
 _OLD: Final = "old_stores"  # files below the place of "stores", which do not count there

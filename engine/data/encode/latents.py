@@ -380,7 +380,7 @@ def keyframe_pixels(sample: Sample, number: int, view: View, spec: DataKeys) -> 
     return _scaled([keyframe(sample, number, view, spec)])
 
 
-def beginning_pixels(sample: Sample, view: View, spec: JobSpec) -> torch.Tensor:
+def beginning_pixels(sample: Sample, view: View, spec: InputKeys) -> torch.Tensor:
     """Return a view of a video's given frames, gray elsewhere: `(1, 3, F, H, W)` in [-1, 1].
 
     Models whose other frames have latents of 0 get the first frame alone.

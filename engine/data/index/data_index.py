@@ -378,8 +378,10 @@ class Fitting:
             if self._takes and any(seen) and (why := self._takes.why_unfit(seen)):
                 return f"its conditioning image cannot be used: {why}"
             if keeps and not reference.aligned:
-                shape = f"{reference.width}x{reference.height}"
-                return f"its layer {Path(reference.path).name} has another shape: {shape}"
+                return (
+                    f"its layer {Path(reference.path).name} has another shape: {reference.width}x"
+                    f"{reference.height} for an image of {facts.width}x{facts.height}"
+                )
         moves = entry.is_video and frames > (1,)
         return [
             Sample(

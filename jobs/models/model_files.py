@@ -101,8 +101,7 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
     _check_image_inputs(root, index)
     config = read_json(denoiser / "config.json") or {}
     if settings:
-        _check_flavour(spec, family, root, index)
-        _check_first_frame(spec, family, denoiser, config)
+        _check_flavour(spec, family, denoiser, index, config)
         check_config(spec, config)
     return root
 
@@ -219,15 +218,22 @@ def _check_supplied(root: Path, family: Family) -> None:
 # -- job and model -------------------------------------------------------------------------
 
 
-def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str, Any]) -> None:
+def _check_flavour(
+    spec: JobKeys,
+    family: Family,
+    denoiser: Path,
+    index: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> None:
     """Check the flavour against the model's own files; the default is the family's first one."""
+    root = denoiser.parent
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     fits = [
         name
         for name, flavour in family.flavours.items()
         if all(_is_marked(index, key, value) for key, value in flavour.marks.items())
     ]
-    step = _latent_step(family, root, denoiser_of(root, family, spec.model_flavour))
+    step = _latent_step(family, root, denoiser)
     if step is not None:
         fits = [
             name
@@ -235,7 +241,15 @@ def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str
             # The step of a model that makes layers is its pipeline's, not its tokens'.
             if family.latent_step_of(name) == step or family.makes_layers(name)
         ]
+    alike = [name for name in fits if not _other_frames(family, name, config)]
+    advice = f"set model_flavour: {' or '.join(alike or fits)}"
     if flavour_name in fits or not fits:
+        if differs := _other_frames(family, flavour_name, config):
+            raise SpecError(
+                f"{root} is not {family.title} {flavour_name}: in {denoiser.name}/config.json, "
+                f"{differs}",
+                advice if alike else "use another model; no flavour of the family is like this one",
+            )
         return
     named = (
         f"model_flavour: {flavour_name}"
@@ -244,40 +258,31 @@ def _check_flavour(spec: JobKeys, family: Family, root: Path, index: Mapping[str
     )
     raise SpecError(
         f"{root} is not {named}, according to its files",
-        f"set model_flavour: {' or '.join(fits)}",
+        advice,
     )
 
 
-def _check_first_frame(
-    spec: JobKeys, family: Family, denoiser: Path, config: Mapping[str, Any]
-) -> None:
-    """Check that the denoiser takes a first frame the way its flavour does, and a last one.
+def _other_frames(family: Family, flavour_name: str, config: Mapping[str, Any]) -> str:
+    """Return how the denoiser takes first and last frames otherwise than a flavour; "" if it does.
 
     They may be concatenated with the video in the channels, encoded as images, or both.
     """
-    flavour_name = spec.model_flavour or next(iter(family.flavours), "")
     flavour = family.flavours.get(flavour_name)
     if flavour is None or not any(other.needs_first_frame for other in family.flavours.values()):
-        return
+        return ""
     if not flavour.gray_frames or config.get("image_embed_dim") is not None:
-        return  # HunyuanVideo 1.5 has the same channels for text alone
-    root, place = denoiser.parent, f"{denoiser.name}/config.json"
+        return ""  # HunyuanVideo 1.5 has the same channels for text alone
     seen = flavour.sees_first_frame and flavour.last_frame  # two images, told apart by positions
     inputs, outputs = config.get("in_channels"), config.get("out_channels")
     # In addition to the video: the channels of the first frame's latents and of its mask.
     expected = outputs and (2 * outputs + _MASKS if flavour.needs_first_frame else outputs)
     if inputs is not None and expected is not None and inputs != expected:
-        differs = f"in_channels is {inputs}, not {expected}"
-    elif "image_dim" in config and (config["image_dim"] is not None) != flavour.sees_first_frame:
-        differs = f"image_dim is {json.dumps(config['image_dim'])}"
-    elif (config.get("pos_embed_seq_len") is not None) != seen:
-        differs = f"pos_embed_seq_len is {json.dumps(config.get('pos_embed_seq_len'))}"
-    else:
-        return
-    raise SpecError(
-        f"{root} is not {family.title} {flavour_name}: in {place}, {differs}",
-        "set the model_flavour that the model is",
-    )
+        return f"in_channels is {inputs}, not {expected}"
+    if "image_dim" in config and (config["image_dim"] is not None) != flavour.sees_first_frame:
+        return f"image_dim is {json.dumps(config['image_dim'])}"
+    if (config.get("pos_embed_seq_len") is not None) != seen:
+        return f"pos_embed_seq_len is {json.dumps(config.get('pos_embed_seq_len'))}"
+    return ""
 
 
 def _is_marked(index: Mapping[str, Any], key: str, value: Any) -> bool:

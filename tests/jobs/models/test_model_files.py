@@ -191,12 +191,16 @@ BESIDE: dict[str, Any] = WAN | {"in_channels": 36, "out_channels": 16}
     ("flavour", "config", "said"),
     [
         (I2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": None}, None),
-        (I2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": 514}, "pos_embed_seq_len is 514"),
+        (
+            I2V,
+            BESIDE | {"image_dim": 1280, "pos_embed_seq_len": 514},
+            f"pos_embed_seq_len is 514; set model_flavour: {FLF2V}",
+        ),
         (FLF2V, BESIDE | {"image_dim": 1280, "pos_embed_seq_len": 514}, None),
         (FLF2V, BESIDE | {"image_dim": 1280}, "pos_embed_seq_len is null"),
         (FLF2V, BESIDE | {"image_dim": None}, "in transformer/config.json, image_dim is null"),
         (I2V, BESIDE | {"image_dim": None}, "in transformer/config.json, image_dim is null"),
-        (I2V, BESIDE | {"in_channels": 16}, "in_channels is 16, not 36"),
+        (I2V, BESIDE | {"in_channels": 16}, "in_channels is 16, not 36; use another model"),
         ("2.1-t2v-14b", BESIDE, "is not Wan 2.1-t2v-14b: in transformer/config.json, in_channels"),
         ("2.1-t2v-14b", BESIDE | {"in_channels": 16, "image_dim": None}, None),
     ],

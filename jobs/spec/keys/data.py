@@ -54,7 +54,8 @@ class DataKeys(Keys):
         "Several datasets instead of one: a list of paths, or of mappings with path, repeats or "
         "weight, resolution, trigger_word, caption, caption_column, image_column, split, "
         "regularization, loss_weight, loss_weight_column, mask_path, and one of conditioning_path, "
-        "conditioning_suffix, conditioning_column or, of videos, first_frame and last_frame.",
+        "conditioning_suffix, conditioning_column (layer_path, layer_suffix, layer_column mean the "
+        "same, for layers) or, of videos, first_frame and last_frame.",
         resume="ruled",
         blank="folder x2, other folder",
     )

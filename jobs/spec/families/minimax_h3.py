@@ -25,6 +25,7 @@ FAMILY = Family(
     true_cfg=False,
     keeps_fp32=True,
     sound=True,
+    rate=24.0,
     latent_step=32,  # the VAE shrinks by 16, and the transformer takes 2x2 latents
     # The VAE makes 5n + 2 latents of 17n + 5 frames, and can decode no fewer than 7.
     frame_step=17,

@@ -328,7 +328,9 @@ def _last_frame(spec: DataPlanKeys) -> Conflict | None:
         return None
     if not takes_keyframes(spec):
         what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
-        return Conflict("datasets", f"{what} cannot be trained with last_frame", named=True)
+        more = _who_has_both(spec, family)
+        text = f"{what} cannot be trained with last_frame; remove it{more}"
+        return Conflict("datasets", text, named=True)
     if alone := next((entry for entry in given if not entry.first_frame), None):
         return Conflict(
             "datasets",
@@ -336,6 +338,16 @@ def _last_frame(spec: DataPlanKeys) -> Conflict | None:
             named=True,
         )
     return None
+
+
+def _who_has_both(spec: DataPlanKeys, family: Family) -> str:
+    """Return which models of a family have a last frame without asking for it; "" if none has."""
+    if needs_last_frame(spec):
+        return ": the model trains from the first and the last frame of each video"
+    names = [name for name in family.flavours if family.needs_last_frame(name)]
+    if not names:
+        return ""
+    return f", or choose model_flavour: {' or '.join(names)}, which always has both frames"
 
 
 def _one_place(spec: DataKeys) -> Conflict | None:

@@ -88,6 +88,8 @@ def _negative_prompts(spec: DataPlanKeys) -> str:
     ):
         return f"validation_prompts: negative prompts have no effect with {family.title}"
     if family is not None and kind == "classifier_free":
+        if unguided := _guides_distilled(spec, family, requests):
+            return unguided
         if any(request.true_cfg_scale > 1 for request in requests):
             return (
                 f"validation_prompts: true_cfg_scale has no effect with {family.title}, which "
@@ -110,6 +112,21 @@ def _negative_prompts(spec: DataPlanKeys) -> str:
             'negative_prompt: "" for an empty one'
         )
     return ""
+
+
+def _guides_distilled(spec: DataPlanKeys, family: Family, requests: list[SampleRequest]) -> str:
+    """Warn about guidance of a model that is distilled to need none."""
+    flavour = family.flavours.get(spec.model_flavour or "")
+    if flavour is None or flavour.undistilled is None:
+        return ""
+    usual = flavour.defaults.get("validation_guidance", family.guided_above + 1)
+    guided = next((r.guidance for r in requests if r.guidance > family.guided_above), None)
+    if usual > family.guided_above or guided is None:
+        return ""
+    return (
+        f"validation_guidance: {family.title} {spec.model_flavour} is distilled to run without "
+        f"guidance, and {guided:g} makes its samples worse and slower; use {usual:g}"
+    )
 
 
 def _takes_no_negatives(requests: list[SampleRequest], family: Family, kind: Guidance) -> str:

@@ -65,6 +65,11 @@ def find_warnings(spec: JobSpec) -> list[str]:
         )
     if distilled := _distilled(spec):
         warnings.append(distilled)
+    if family is not None and spec.train_audio and family.rate not in (None, spec.fps):
+        warnings.append(
+            f"fps: {family.title} places sound beside frames at {family.rate:g} per second, so "
+            f"with {spec.fps:g} it learns sound that does not fit the frames; use {family.rate:g}"
+        )
     warnings += _without_effect(spec)
     named = [name for name in spec.export_formats or () if name != "diffusers"]
     if spec.model_type == "full" and named:

@@ -212,7 +212,20 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [{"path": "d", "first_frame": True, "last_frame": True}],
             {"model_family": "ltx2", "model_flavour": "2-19b"},
-            "LTX-2 2-19b cannot be trained with last_frame",
+            "LTX-2 2-19b cannot be trained with last_frame; remove it",
+        ),
+        (
+            [{"path": "d", "first_frame": True, "last_frame": True}],
+            {"model_family": "wan", "model_flavour": "2.2-ti2v-5b"},
+            "Wan 2.2-ti2v-5b cannot be trained with last_frame; remove it, or choose "
+            "model_flavour: 2.1-flf2v-14b-720p or 2.2-flf2v-a14b-high or 2.2-flf2v-a14b-low, which "
+            "always has both frames",
+        ),
+        (
+            [{"path": "d", "last_frame": True}],
+            {"model_family": "wan", "model_flavour": "2.1-flf2v-14b-720p"},
+            "Wan 2.1-flf2v-14b-720p cannot be trained with last_frame; remove it: the model trains "
+            "from the first and the last frame of each video",
         ),
         (
             [{"path": "d", "last_frame": 0.5}],

@@ -548,6 +548,12 @@ def test_training_a_model_of_few_steps_is_warned_about(name: str) -> None:
             assert "training_adapter" in warned[0]
             values = {"model_family": name, "model_flavour": flavour, "training_adapter": "a"}
             assert not any("distilled" in text for text in find_warnings(read(**values)))
+            prompted: dict[str, Any] = values | {"validation_prompts": ["a"]}
+            assert not any("guidance" in text for text in find_warnings(read(**prompted)))
+            scaled = find_warnings(read(**prompted, validation_guidance=5.0))
+            unguided = facts.defaults.get("validation_guidance", 5.0) <= family.guided_above
+            guided = family.guidance_of(flavour) == "classifier_free" and unguided
+            assert any("makes its samples worse" in text for text in scaled) == guided
             full = find_warnings(read(**values, model_type="full"))
             assert [text for text in full if "distilled" in text and "set training" not in text]
 

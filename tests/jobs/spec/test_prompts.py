@@ -166,6 +166,10 @@ def test_a_prompt_says_what_it_says_and_the_job_the_rest() -> None:
         ({"validation_prompts": [{"prompt": "a", "resolution": "64x40"}]}, "samples are 64x32"),
         ({"validation_on_startup": True}, "validation_on_startup: no effect"),
         ({"validation_loss_steps": 5}, "needs validation_fraction"),
+        (
+            {"model_family": "minimax_h3", "train_audio": True, "fps": 16},
+            "places sound beside frames at 24 per second",
+        ),
     ],
 )
 def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:
@@ -186,6 +190,8 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:
         {"validation_prompts": [{"prompt": "a", "negative_prompt": "b", "true_cfg_scale": 2}]},
         {"validation_fraction": 0.1, "validation_loss_steps": 5, "validation_on_startup": True},
         {"validation_prompts": ["a"], "model_family": "minimax_h3"},
+        {"model_family": "minimax_h3", "train_audio": True},
+        {"model_family": "ltx2", "train_audio": True, "fps": 16},
     ],
 )
 def test_what_has_an_effect_is_not_warned_of(values: dict[str, Any]) -> None:

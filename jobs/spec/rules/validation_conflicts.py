@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jobs.run.judging import LOSS
-from jobs.spec.families import FAMILIES, latent_step_of
+from jobs.spec.families import FAMILIES, latent_step_of, takes_first_frame
 from jobs.spec.keys.prompts import frames_of, requests_of, size_of
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.values.datasets import TRIGGER
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from jobs.spec.families import Family, Guidance
     from jobs.spec.job_spec import DataPlanKeys, JobSpec
     from jobs.spec.keys.prompts import SampleRequest
+
+_USUAL_LENGTH: Final = 81  # frames of a sampled video, at most, that a warning proposes
 
 
 def shared_tokens(spec: JobSpec) -> Conflict | None:
@@ -177,9 +179,26 @@ def _lengths(spec: DataPlanKeys) -> str:
     return ""
 
 
+def _stills(spec: DataPlanKeys) -> str:
+    """Warn about samples of one frame, by default, of what is trained as video only."""
+    family = FAMILIES.get(spec.model_family)
+    if family is None or spec.num_frames or spec.validation_num_frames:
+        return ""
+    entries = [entry for entry in spec.validation_prompts if entry.num_frames is None]
+    framed = takes_first_frame(spec) and any(entry.conditioning_image for entry in entries)
+    if not framed and not (entries and family.sound and spec.train_audio):
+        return ""
+    length = family.frames_of(_USUAL_LENGTH)
+    return (
+        "validation_prompts: samples are single images, without motion and sound; to sample "
+        f"videos, set validation_num_frames, such as {length}"
+    )
+
+
 _WARNINGS: tuple[Callable[[JobSpec], str], ...] = (
     _trigger,
     _negative_prompts,
     _sizes,
     _lengths,
+    _stills,
 )

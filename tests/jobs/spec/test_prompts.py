@@ -170,6 +170,19 @@ def test_a_prompt_says_what_it_says_and_the_job_the_rest() -> None:
             {"model_family": "minimax_h3", "train_audio": True, "fps": 16},
             "places sound beside frames at 24 per second",
         ),
+        (
+            {"model_family": "minimax_h3", "train_audio": True, "validation_prompts": ["a"]},
+            "samples are single images, without motion and sound; to sample videos, set "
+            "validation_num_frames, such as 73",
+        ),
+        (
+            {
+                "model_family": "ltx2",
+                "model_flavour": "2-19b",
+                "validation_prompts": [{"prompt": "a", "conditioning_image": "b"}],
+            },
+            "set validation_num_frames, such as 81",
+        ),
     ],
 )
 def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:
@@ -191,6 +204,12 @@ def test_what_has_no_effect_is_said(values: dict[str, Any], words: str) -> None:
         {"validation_fraction": 0.1, "validation_loss_steps": 5, "validation_on_startup": True},
         {"validation_prompts": ["a"], "model_family": "minimax_h3"},
         {"model_family": "minimax_h3", "train_audio": True},
+        {
+            "model_family": "minimax_h3",
+            "train_audio": True,
+            "validation_prompts": [{"prompt": "a", "num_frames": 1}, "b"],
+            "validation_num_frames": 73,
+        },
         {"model_family": "ltx2", "train_audio": True, "fps": 16},
     ],
 )

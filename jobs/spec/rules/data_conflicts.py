@@ -20,6 +20,7 @@ from jobs.spec.families import (
     takes_keyframes,
     widened_of,
 )
+from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.strategy import world_size
 from jobs.spec.values.datasets import CONDITIONING, regularizes, sources_of
 from jobs.spec.values.hub_names import why_refused
@@ -373,12 +374,19 @@ def _needs(spec: DataPlanKeys) -> Conflict | None:
             named=True,
         )
     if needs_last_frame(spec):
-        for entry in spec.validation_prompts:
-            if len(entry.conditioning_image or ()) != _BOTH_FRAMES:
+        for request in requests_of(spec):
+            if len(request.conditioning) != _BOTH_FRAMES:
                 return Conflict(
                     "validation_prompts",
-                    f'"{entry.prompt}" needs a first and a last frame; '
+                    f'"{request.prompt}" needs a first and a last frame; '
                     "set conditioning_image: [FIRST, LAST]",
+                    named=True,
+                )
+            if request.frames == 1:
+                return Conflict(
+                    "validation_num_frames",
+                    f'"{request.prompt}" is sampled as one frame, and the model makes videos from '
+                    "a first to a last one; set validation_num_frames, or num_frames, to more",
                     named=True,
                 )
     bare = [entry for entry in spec.validation_prompts if not entry.conditioning_image]

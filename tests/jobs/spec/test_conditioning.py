@@ -190,6 +190,13 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         ),
         (
             [],
+            {"model_family": "wan", "model_flavour": "2.1-flf2v-14b-720p"}
+            | {"sample_prompts": [{"prompt": "a", "conditioning_image": ["b", "c"]}]},
+            '"a" is sampled as one frame, and the model makes videos from a first to a last one; '
+            "set validation_num_frames, or num_frames, to more",
+        ),
+        (
+            [],
             {"model_family": "wan", "model_flavour": I2V, "max_sequence_length": 600},
             f"Wan {I2V} takes at most 512 text tokens; use 512 or fewer",
         ),

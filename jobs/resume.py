@@ -203,8 +203,8 @@ def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts)
     family = FAMILIES.get(spec.model_family)
     if not now and family is not None and family.experts and old.lora_experts != spec.lora_experts:
         conflicts.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
-    # Of LTX-2, the sound's half of the model has an adapter where it is trained.
-    if not now and family is not None and family.sound and old.train_audio != spec.train_audio:
+    apart = family is not None and family.sound_layers
+    if not now and apart and old.train_audio != spec.train_audio:
         conflicts.impossible.append(_refusal("train_audio", old.train_audio, spec.train_audio))
 
 

@@ -157,6 +157,7 @@ class Family:
         frame_step: Videos have a multiple of this many frames, plus `frame_rest`; 0 for images.
         sound: Whether its models can be trained with the sound of videos.
         rate: Frames per second that its denoiser places sound by; None where it takes `fps`.
+        sound_layers: Whether layers of their own make it, which a LoRA adapts where it is trained.
         frame_rest: See `frame_step`. An image is a video of one frame with any.
         tokenizer: The tokenizer whose tokens `max_sequence_length` counts.
         overflows_fp16: Parts of it that are known to exceed what fp16 can hold, in words; empty if
@@ -200,6 +201,7 @@ class Family:
     frame_rest: int = 1
     sound: bool = False
     rate: float | None = None
+    sound_layers: bool = False
     tokenizer: str = "tokenizer"
     overflows_fp16: str = ""
     unused: tuple[str, ...] = ()

@@ -36,6 +36,7 @@ FAMILY = Family(
     latent_step=32,
     frame_step=8,
     sound=True,
+    sound_layers=True,
     # `ShiftedLogitNormalTimestepSampler` of Lightricks' trainer.
     trained_shift=ShiftLine(few=1024, low=0.95, many=4096, high=2.05, endless=True),
     uniform_draws=0.1,

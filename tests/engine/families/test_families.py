@@ -11,6 +11,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
+from engine import families
 from engine.data.read.images import decode
 from engine.diffusion.objective import build_objective
 from engine.exports.lora import _folded, _named
@@ -27,6 +28,7 @@ from engine.model.precision import narrow_inputs
 from engine.sample.sampler import Forwards
 from engine.toy.components.weights import one_thread
 from jobs.errors import UserError
+from jobs.spec.families import FAMILIES
 from jobs.spec.job_spec import JobSpec
 from jobs.spec.values.value_types import TimestepSampling
 from tests.support.engine.exports import export_alone
@@ -398,3 +400,12 @@ def test_a_training_adapter_is_read_by_the_names_of_every_tool(case: Case, tmp_p
         for name, (down, up) in products.items():
             product = layers[f"{name}.lora_B.weight"] @ layers[f"{name}.lora_A.weight"]
             assert torch.allclose(up @ down, scales[name] * product, rtol=1e-5), name
+
+
+@pytest.mark.parametrize("name", [name for name, facts in FAMILIES.items() if facts.sound])
+def test_a_lora_gets_more_layers_for_sound_where_sound_has_layers(name: str) -> None:
+    family = families.load(name)
+    silent = JobSpec(pretrained_model_name_or_path="m", dataset="d", model_family=name)
+    heard = silent.model_copy(update={"train_audio": True})
+    more = family.lora_targets(silent) != family.lora_targets(heard)
+    assert more == family.facts.sound_layers

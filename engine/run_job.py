@@ -192,6 +192,7 @@ def build_model(run: RunContext) -> torch.nn.Module:
     model, stored = weights.build_on_meta(
         family.transformer_class(), directory, spec, say=telemetry.say
     )
+    family.freeze(model, spec)
     if note := quantize_layers(model, spec, family, stored):
         telemetry.say(f"{note}; weights are unpacked by {unpacked_by(world.device)}")
     choose_attention(model, spec)

@@ -193,19 +193,20 @@ _OF_CLASS_IMAGES: Final = (
 
 
 def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
+    family, own = FAMILIES.get(spec.model_family), spec.lora_target_modules
+    # With sound, more is trained: all of the model, or an adapter of more layers of LTX-2.
+    heard = family is not None and family.sound and spec.model_type == "full"
+    heard = heard or (family is not None and family.sound_layers and not own)
+    if heard and old.train_audio != spec.train_audio:
+        conflicts.impossible.append(_refusal("train_audio", old.train_audio, spec.train_audio))
     if spec.model_type != "lora" or old.model_type != "lora":
         return
     for key in ("lora_target_modules", "lora_exclude_modules"):
         was, now = getattr(old, key), getattr(spec, key)
         if (was and sorted(set(was))) != (now and sorted(set(now))):
             conflicts.impossible.append(_refusal(key, was, now))
-    now = spec.lora_target_modules
-    family = FAMILIES.get(spec.model_family)
-    if not now and family is not None and family.experts and old.lora_experts != spec.lora_experts:
+    if not own and family is not None and family.experts and old.lora_experts != spec.lora_experts:
         conflicts.impossible.append(_refusal("lora_experts", old.lora_experts, spec.lora_experts))
-    apart = family is not None and family.sound_layers
-    if not now and apart and old.train_audio != spec.train_audio:
-        conflicts.impossible.append(_refusal("train_audio", old.train_audio, spec.train_audio))
 
 
 def _alpha(old: RecipeKeys, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:

@@ -31,6 +31,7 @@ from engine.families.shared.text_masks import without_padding
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 _MASK: Final = "prompt_embeds_mask"
@@ -87,8 +88,7 @@ class TextMaskAttention(Flux3AttnProcessor):
 class Flux3Transformer(Flux3Transformer2DModel):
     """The stock class, which can also take texts of several lengths, and embeds exact times.
 
-    Parameters and their names are the same. Those for conditioning images are not trained: the
-    authors' trainer of FLUX.3 Action freezes what gets no loss, too (`freeze_streams`).
+    Parameters and their names are the same.
     """
 
     # `from_config` reads the names of the settings from the signature.
@@ -98,13 +98,6 @@ class Flux3Transformer(Flux3Transformer2DModel):
         for module in self.modules():
             if isinstance(module, Flux3Attention):
                 module.set_processor(TextMaskAttention())
-        for parts in (
-            self.x_embedders,
-            self.mode_blocks,
-            self.early_stream_modulations,
-            self.single_stream_modulations,
-        ):
-            parts[_CONDITIONING].requires_grad_(False)
 
     # The blocks of the pipeline read the names of its inputs from the signature.
     @wraps(Flux3Transformer2DModel.forward)
@@ -179,6 +172,13 @@ class Flux3(Flux2LatentsFamily):
 
     def transformer_class(self) -> Any:
         return Flux3Transformer
+
+    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+        """Name what is for conditioning images.
+
+        The authors' trainer of FLUX.3 Action freezes what gets no loss, too (`freeze_streams`).
+        """
+        return rf"\.{_CONDITIONING}\."
 
     # -- text ------------------------------------------------------------------------------
 

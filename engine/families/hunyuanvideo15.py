@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 _TEXT: Final = "prompt_embeds"
@@ -136,6 +137,15 @@ class HunyuanVideo15(Family):
         vae = super().load_vae(root, dtype)
         vae.enable_slicing()
         return vae
+
+    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+        """Name what makes the last block's text, which nothing reads.
+
+        From text alone there are no tokens of an image to embed either.
+        """
+        last = len(model.transformer_blocks) - 1
+        text = rf"^transformer_blocks\.{last}\.(attn\.to_add_out|ff_context)\."
+        return text if self.facts.needs_first_frame(self._flavour) else rf"{text}|^image_embedder\."
 
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Without ByT5's tokens where no prompt of the batch has any.

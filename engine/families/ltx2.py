@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 
 _SOUND_RATE: Final = 16_000
 
+# Names of parameters: LTX-2.5's for keyframes, and those of the sound's half with what joins both.
+_KEYFRAMES: Final = r"^keyframes_abs_pos_embedding$"
+_OF_SOUND: Final = r"audio|a2v|av_cross_attn"
+
 # What the pipeline does besides guidance by the negative prompt, turned off.
 _UNGUIDED = {
     "audio_guidance_scale": 1.0,
@@ -155,6 +159,10 @@ class LTX2(Family):
 
     def lora_targets(self, spec: JobSpec) -> str:
         return self.SOUND_TARGETS if spec.train_audio else self.LORA_TARGETS
+
+    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+        """Name the marks of given frames between others; without sound, all that is for it."""
+        return _KEYFRAMES if spec.train_audio else f"{_KEYFRAMES}|{_OF_SOUND}"
 
     def predict(
         self,

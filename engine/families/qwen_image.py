@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from engine.families.shared.references import Conditioning
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
@@ -80,6 +81,11 @@ class QwenImage(PackedFamily, OneFrameFamily):
         shown = list(images) if self.pipeline_class() is QwenImageEditPlusPipeline else images[0]
         with image_tokens(pipeline):
             return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
+
+    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+        """Name what makes the last block's text, which nothing reads."""
+        last = len(model.transformer_blocks) - 1
+        return rf"^transformer_blocks\.{last}\.(attn\.to_add_out|txt_mlp)\."
 
     def arrange(self, condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Without a mask that masks nothing, as in the pipeline: faster kernels take none."""

@@ -7,6 +7,7 @@ from the VAE's config.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -228,6 +229,35 @@ class Family(ABC):
         pipeline.load_lora_weights(
             directory, weight_name="pytorch_lora_weights.safetensors", **self.lora_options()
         )
+
+    # -- full training ---------------------------------------------------------------------
+
+    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+        """Return a regex of the parameter names that a job's loss does not depend on.
+
+        It need only be found in a name; "" if the loss depends on all parameters.
+
+        Args:
+            model: The denoiser, without adapters.
+            spec: The job.
+        """
+        return ""
+
+    def freeze(self, model: torch.nn.Module, spec: JobSpec) -> None:
+        """Freeze what a job's loss does not depend on.
+
+        Otherwise FSDP2 may train it with gradients of zero, and so with weight decay: it fills in
+        those of a unit's inputs (torch 2.13, `RegisterPostBackwardFunction`), and autograd passes
+        them on through the units before. A single process leaves such parameters alone.
+
+        Args:
+            model: The denoiser, without adapters.
+            spec: The job.
+        """
+        if names := self.without_gradient(model, spec):
+            for name, parameter in model.named_parameters():
+                if re.search(names, name):
+                    parameter.requires_grad_(False)
 
     # -- text ------------------------------------------------------------------------------
 

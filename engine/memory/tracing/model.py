@@ -264,6 +264,7 @@ def build(shape: Shape) -> Built:
             f"({type(error).__name__}: {words})",
             "check the model's config.json",
         ) from error
+    family.freeze(model, spec)
     in_fp32 = {id(parameter) for parameter in trained_in_fp32(model)}
     fp32 = {name for name, p in model.named_parameters() if id(p) in in_fp32}
     _set_precision(model, shape, fp32)

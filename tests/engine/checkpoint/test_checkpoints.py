@@ -53,8 +53,10 @@ FULL = "FULL_STATE_DICT"
 Usage = namedtuple("Usage", "total used free")
 
 
-def training_of(toy: Path, spec: JobSpec) -> TrainState:
+def training_of(toy: Path, spec: JobSpec, frozen: str = "") -> TrainState:
     model = build(toy, spec)
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     matrices = hidden_matrices(model, spec).values()
     optimizer = build_optimizer(spec, list(trained.values()), ALONE.device, matrices=matrices)
@@ -132,6 +134,37 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(
     advance(resumed, toy)
     assert resumed.scheduler.get_last_lr() == straight.scheduler.get_last_lr()
     assert digest_of(resumed) == digest_of(straight)
+
+
+@pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", FULL])
+@pytest.mark.parametrize("optimizer", ["adamw", "prodigy"])
+def test_a_checkpoint_may_hold_more_than_is_trained(
+    toy: Path, run_dir: RunDir, optimizer: str, layout: str
+) -> None:
+    """As those from before a family froze what its losses do not depend on."""
+    kind = {"model_type": "full", "fsdp_state_dict_type": layout, "optimizer": optimizer}
+    spec, frozen = toy_spec(toy, **kind), "norm_out"
+    more = training_of(toy, spec)
+    advance(more, toy, 2)
+    path = save(more, spec, run_dir)
+
+    fewer = training_of(toy, spec, frozen)
+    published = [p.clone() for p in fewer.model.get_submodule(frozen).parameters()]
+    checkpoint.load(fewer, path, ALONE)
+    assert fewer.step == 2
+    trained, before = fewer.trained(), more.trained()
+    assert len(trained) == len(before) - len(published)
+    for name, parameter in trained.items():
+        assert torch.equal(parameter, before[name])
+        states = fewer.optimizer.state[parameter], more.optimizer.state[before[name]]
+        assert states[0].keys() == states[1].keys()
+        assert all(
+            torch.equal(*map(torch.as_tensor, pair))
+            for pair in zip(*map(dict.values, states), strict=True)
+        )
+    kept = fewer.model.get_submodule(frozen).parameters()
+    assert all(map(torch.equal, kept, published))
+    advance(fewer, toy)
 
 
 @pytest.mark.parametrize(

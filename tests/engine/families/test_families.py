@@ -18,6 +18,8 @@ from engine.exports.lora import _folded, _named
 from engine.exports.recipe import Recipe
 from engine.families.shared.collate import mask_of
 from engine.families.shared.references import SOUND, SOUND_NOISE, split_joint
+from engine.memory.tracing.model import build, shape_of
+from engine.memory.tracing.trace import batch_of as mini_batch_of
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters import lora
 from engine.model.adapters.lora_file import begin_from
@@ -33,6 +35,7 @@ from jobs.spec.job_spec import JobSpec
 from jobs.spec.values.value_types import TimestepSampling
 from tests.support.engine.exports import export_alone
 from tests.support.engine.families import (
+    CONDITIONED,
     DEVICE,
     NEGATIVE,
     PROMPT,
@@ -217,6 +220,37 @@ def test_recomputed_activations_are_those_of_the_pipeline(case: Case) -> None:
     for name, gradient in wanted.items():
         limit = 1e-5 * float(gradient.abs().max()) + 1e-9
         assert torch.allclose(got[name], gradient, rtol=1e-4, atol=limit), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*cases(), *CONDITIONED} - {"flux:control"}))  # LoRA only
+def test_all_that_is_trained_has_a_gradient(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """And nothing else has: FSDP2 trains what one process leaves alone, unless it is frozen."""
+    case = Case(name, toys_root(tmp_path_factory))
+    for heard in {False, case.facts.sound}:
+        shape = shape_of(case.spec(model_type="full", train_audio=heard), sharded=False)
+        built = build(shape)
+        frozen = {n for n, p in built.model.named_parameters() if not p.requires_grad}
+        model = built.model.to_empty(device=DEVICE).requires_grad_(True).train()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        batch = mini_batch_of(built, shape, 2, values)
+        level = torch.full((2,), 0.5 if case.facts.objective == "flow" else 300)
+        found = case.family.predict(model, batch.latents, level, batch.condition, 2.0)
+        found.square().mean().backward()
+        without = {n for n, p in model.named_parameters() if p.grad is None}
+        # Of what has no tokens, gradients are zero.
+        nothing = {
+            n for n, p in model.named_parameters() if p.grad is not None and not p.grad.any()
+        }
+        assert without <= frozen <= without | nothing
+
+
+def values(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random numbers, or masks that mask nothing."""
+    return torch.randn(size).to(dtype) if dtype.is_floating_point else torch.ones(size, dtype=dtype)
 
 
 def test_a_lora_in_bf16_is_trained_without_autocast(case: Case) -> None:

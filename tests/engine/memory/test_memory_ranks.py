@@ -135,6 +135,8 @@ CONDITIONED: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
     "control video": ("wan:2.1-vace-1.3b", SHARDED),
     "image to video": ("wan:2.1-flf2v-14b-720p", SHARDED | FULL | {"train_batch_size": 1}),
+    # Of which FSDP2 would train most of the sound's half.
+    "without sound": ("ltx2:2.5-22b", SHARDED | FULL | {"train_batch_size": 1}),
     # Of samples, decoding the sound takes most.
     "sound": (
         "ltx2:2.5-22b",

@@ -92,7 +92,8 @@ _WITH: dict[str, dict[str, Any]] = {
     "fps": {"model_family": "wan"},
     "conditioning_resolution": {"model_flavour": "kontext"},
     "mask_variants": {"model_flavour": "fill"},
-    "train_audio": {"model_family": "ltx2", "model_type": "full"},  # else other layers train, too
+    # Else other layers train, too.
+    "train_audio": {"model_family": "ltx2", "lora_target_modules": ["to_q"]},
     "text_encoder_lora_rank": {"model_family": "sdxl"},
     "text_encoder_learning_rate": {"model_family": "sdxl", "text_encoder_lora_rank": 4},
 }
@@ -287,14 +288,15 @@ def test_jobs_from_before_there_was_a_choice_go_on_with_their_experts() -> None:
     [
         ({}, True),
         ({"lora_target_modules": ["to_q"]}, False),
-        ({"model_type": "full"}, False),
+        ({"model_type": "full"}, True),
         ({"model_family": "minimax_h3"}, False),  # whose layers are the same for sound
+        ({"model_family": "minimax_h3", "model_type": "full"}, True),
     ],
 )
 def test_sound_is_trained_from_the_start_or_not_at_all(
     values: dict[str, Any], refused: bool
 ) -> None:
-    """By an adapter of the family's layers, of which there are more with sound."""
+    """By all of the model, or an adapter of the family's layers: there are more with sound."""
     silent = JobSpec(**BASE | {"model_family": "ltx2"} | values)
     heard = silent.model_copy(update={"train_audio": True})
     for old, new in ((silent, heard), (heard, silent)):

@@ -36,20 +36,24 @@ _MEMORY: Final = "fsdp-tui-swapped-blocks"
 # before the resnets that they follow.
 _STAGES: Final = ("down_blocks", "mid_block", "up_blocks", "conv_norm_out", "conv_out")
 _PAIR: Final = ("resnets", "attentions")
-# FLUX.3's after its `mode_blocks.image_cond`, which no forward calls: fetched ahead, a block of it
-# would stay where it was fetched to.
-_MODES: Final = ("txt_mode_blocks", "mode_blocks.image", "single_transformer_blocks")
+# Wan VACE's control blocks are registered last and called first. FLUX.3's come after its
+# `mode_blocks.image_cond`, which no forward calls: fetched ahead, a block of it would stay where it
+# was fetched to.
+_CALLED: Final = (
+    *("vace_blocks", "blocks"),
+    *("txt_mode_blocks", "mode_blocks.image", "single_transformer_blocks"),
+)
 
 
 def place_in_forward(name: str) -> tuple[int, ...]:
     """Return the key that sorts the names of a model's modules into the order of forward.
 
-    The sort must be stable, since it moves only modules of UNets and FLUX.3: other models register
-    their blocks in that order, except for Lumina 2's four refiners.
+    The sort must be stable, since it moves only modules of UNets, FLUX.3 and Wan VACE: other models
+    register their blocks in that order, except for Lumina 2's four refiners.
     """
     stage, *path = name.split(".")
-    for order, mode in enumerate(_MODES):
-        if name.startswith(f"{mode}."):
+    for order, blocks in enumerate(_CALLED):
+        if name.startswith(f"{blocks}."):
             return (order,)
     if stage not in _STAGES:
         return ()

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import UNet2DConditionModel, WanVACETransformer3DModel
 from torch.utils.checkpoint import checkpoint
 
 from engine.model.files.weights import materialise
@@ -253,6 +253,21 @@ def test_names_are_sorted_into_the_order_of_forward(family: str) -> None:
     registered = [name for name, _ in model.named_modules() if name in blocks]
     assert sorted(registered, key=place_in_forward) == blocks != registered
     assert called[-2:] == ["conv_act", "conv_out"]
+
+
+def test_control_blocks_come_before_the_others() -> None:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 32, "num_layers": 3}
+    with parameters_on_meta():
+        model = WanVACETransformer3DModel(**sizes, vace_layers=[0, 2]).to("meta")
+    blocks = {n: m for n, m in model.named_modules() if type(m).__name__.endswith("Block")}
+    called: list[str] = []
+    for name, block in blocks.items():
+        block.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    with torch.device("meta"):
+        video, control = torch.empty(1, 16, 1, 4, 4), torch.empty(1, 96, 1, 4, 4)
+        text = torch.empty(1, 8, 4096)
+        model(video, torch.empty(1), text, control_hidden_states=control)
+    assert sorted(blocks, key=place_in_forward) == called != [*blocks]
 
 
 def test_memory_is_given_back_after_the_copies_wait_for_what_computes() -> None:

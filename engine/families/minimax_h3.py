@@ -341,7 +341,8 @@ class MiniMaxH3(Family):
             tags = condition.get(_TAGS)
             arguments |= {
                 _TEXT: text.unsqueeze(0),
-                _TAGS: torch.full((len(text),), TEXT) if tags is None else tags[:, 0],
+                # The pipeline lays rows out in host memory.
+                _TAGS: torch.full((len(text),), TEXT) if tags is None else tags[:, 0].cpu(),
             }
         return arguments
 

@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 _A_FEW = 64  # numbers, as in the timesteps of a schedule
-# Whose shape depends on numbers, or whose library (cuSOLVER) is not played.
+# Whose shape depends on numbers, or whose library (cuSOLVER, NVRTC) is not played.
 _ON_HOST_ALONE = frozenset(
     {
         torch.ops.aten.nonzero.default,
+        torch.ops.aten.repeat_interleave.Tensor,
+        torch.ops.aten.prod.dim_int,
         torch.ops.aten._linalg_solve_ex.default,
         torch.ops.aten._linalg_check_errors.default,
     }
@@ -33,6 +35,7 @@ _INDEXED = frozenset(
     }
 )
 _READ = torch.ops.aten._local_scalar_dense.default
+_COPIED = torch.ops.aten._to_copy.default
 
 
 class Numbers(TorchDispatchMode):
@@ -59,6 +62,9 @@ class Numbers(TorchDispatchMode):
         if func in _INDEXED:
             args = (args[0], _without_masks(args[1]), *args[2:])
         made = func(*args, **kwargs)
+        if func is _COPIED and made.is_cpu and _is_known(args[0]):
+            # A kernel would have put what is not contiguous in order.
+            return made.copy_(_on_host(args[0]))
         out = [made] if isinstance(made, torch.Tensor) else tree_flatten(made)[0]
         if func.is_view or not out or not all(map(_is_known, out)):
             return made

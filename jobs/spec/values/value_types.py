@@ -203,7 +203,11 @@ def read_reshard(value: Any) -> Any:
 
 
 def read_interval(value: Any, least: int = 0) -> Any:
-    """Read a number of steps (`500`), or of epochs (`2 epochs`, `0.5 epochs`, `epoch`)."""
+    """Read a number of steps (`500`), or of epochs (`2 epochs`, `0.5 epochs`, `epoch`).
+
+    The words for no are 0 steps.
+    """
+    value = 0 if spellings.as_bool(value) is False else value
     word = spellings.unquoted(str(value))
     if match := _EPOCHS.fullmatch(word):
         number = float(match[1] or 1)

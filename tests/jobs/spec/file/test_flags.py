@@ -581,7 +581,9 @@ def test_a_word_for_no_means_the_same_in_a_file_and_in_a_flag(word: str) -> None
             assert flag == in_file, key
         elif not isinstance(flag, ValidationError):
             assert word in str(flag), key
-    assert outcome("max_grad_norm", {"max_grad_norm": word}) == 0
+    for key in ("max_grad_norm", "checkpointing_steps", "validation_steps"):
+        assert outcome(key, {key: word}) == 0
+        assert outcome(key, yaml.safe_load(f"{key}: {word}")) == 0
     assert outcome(POLICY, {POLICY: word}) == NOTHING
 
 

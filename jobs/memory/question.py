@@ -31,11 +31,13 @@ from jobs.models.model_files import check_config
 from jobs.models.scorers import configs_of
 from jobs.paths import cache_home
 from jobs.run.rundir import read_json, write_atomic
-from jobs.spec.families import FAMILIES
+from jobs.spec.families import FAMILIES, references_of
+from jobs.spec.keys.prompts import layers_of
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.steps import accumulation_steps, is_whole_batch, periodic_saves
 from jobs.spec.rules.strategy import SHARDING, replicas_of, world_size
+from jobs.spec.values.datasets import Dataset
 from jobs.spec.values.field import facts_of
 
 if TYPE_CHECKING:
@@ -491,10 +493,18 @@ def predict(
 
 
 def _complete(spec: JobSpec) -> JobSpec:
-    """Fill in the required paths, which a prediction does not read."""
+    """Fill in the required paths, which a prediction does not read.
+
+    A model that needs conditioning images or layers gets as many as samples have by default.
+    """
     values: dict[str, Any] = {}
     if not (spec.dataset or spec.datasets):
-        values["dataset"] = "."
+        takes = references_of(spec)
+        if takes is not None and takes.required and not takes.masks:
+            suffixes = [f"_{number + 1}" for number in range(layers_of(spec) or 1)]
+            values["datasets"] = [Dataset(path=".", conditioning_suffix=suffixes)]
+        else:
+            values["dataset"] = "."
     if not spec.pretrained_model_name_or_path:
         family = FAMILIES[spec.model_family]
         flavour = spec.model_flavour or next(iter(family.flavours))

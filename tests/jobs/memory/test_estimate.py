@@ -99,6 +99,17 @@ def fake(spec: JobSpec) -> Predicted:
 # -- the server ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("flavour", "images"), [("edit", 1), ("layered", 4)])
+def test_without_a_dataset_samples_have_the_images_that_a_model_needs(
+    server: Server, log: Path, flavour: str, images: int
+) -> None:
+    spec = job(model_family="qwen_image", model_flavour=flavour, dataset=None)
+    spec = spec.model_copy(update={"pretrained_model_name_or_path": None})
+    assert isinstance(ask(spec, server, strategy="single", ranks=1), Predicted)
+    (entry,) = asked(log)[-1]["job"]["datasets"]
+    assert len(entry["conditioning_suffix"]) == images
+
+
 def test_one_process_answers_all_questions_and_ends_when_it_is_closed(
     server: Server, log: Path
 ) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -15,7 +15,7 @@ from engine.model.release import STILL_HELD
 from jobs.run.why_failed import why_failed
 from jobs.spec.families import FAMILIES
 from tests.support.cuda_stub import budgets
-from tests.support.cuda_stub.rehearsal import STEPS, Job, prompt_of
+from tests.support.cuda_stub.rehearsal import STEPS, TOY, Job, prompt_of
 from tests.support.nvml_stub.stub import uuid
 from tests.support.paths import SUPPORT
 
@@ -60,14 +60,54 @@ WAITS: Final = {
     "hidream": 4,
 }
 # Each family in one kind; `fsdp2` and `fsdp2 full` are FLUX.1's.
-SHARDED: Final = {"flux2": "lora", "qwen_image": "full", "sdxl": "lora", "wan": "full"}
+SHARDED: Final = {
+    "flux2": "lora",
+    "qwen_image:layered": "full",
+    "sdxl": "lora",
+    "wan:2.1-vace-1.3b": "full",
+}
+# Data of the conditioned, and what their samples are made of.
+CONDITIONED: Final[dict[str, tuple[dict[str, Any], str]]] = {
+    "qwen_image:layered": (
+        {"path": f"{TOY}/data", "conditioning_path": [f"{TOY}/control/{n}" for n in (1, 2)]},
+        f"{TOY}/data/0001-red-circle.png",
+    ),
+    "wan:2.1-vace-1.3b": (
+        {"path": f"{TOY}/videos", "conditioning_path": f"{TOY}/control_videos"},
+        f"{TOY}/control_videos/0001-red-circle.mp4",
+    ),
+}
 
 
 def _on_two() -> Iterator[tuple[str, Job]]:
-    for family, kind in SHARDED.items():
+    for name, kind in SHARDED.items():
+        family, _, flavour = name.partition(":")
         values = {"model_family": family, "model_type": kind, "train_batch_size": 2}
-        yield f"{family} {kind} on two", Job(2, FSDP | values)
+        if name in CONDITIONED:
+            entry, shown = CONDITIONED[name]
+            prompt = prompt_of(family) | {"conditioning_image": shown}
+            values |= {
+                "model_flavour": flavour,
+                "datasets": [entry],
+                "validation_prompts": [prompt],
+            }
+            if prompt["num_frames"] > 1:
+                values |= {"num_frames": prompt["num_frames"], "fps": 8}
+        yield f"{name} {kind} on two", Job(2, FSDP | values)
 
+
+# From the first frame of each video and the last one.
+_WITH_FRAMES: Final = {
+    "model_family": "minimax_h3",
+    "model_flavour": "fl2va",
+    "train_batch_size": 2,
+    "datasets": [{"path": f"{TOY}/videos", "first_frame": True, "last_frame": True}],
+    "num_frames": FAMILIES["minimax_h3"].shortest,
+    "fps": 8,
+    "validation_prompts": [
+        prompt_of("minimax_h3") | {"conditioning_image": [f"{TOY}/data/0001-red-circle.png"] * 2}
+    ],
+}
 
 # What does not change what a step asks of the device is tried together with something else.
 JOBS: Final = (
@@ -77,9 +117,7 @@ JOBS: Final = (
         "ltx2 with sound": Job(
             1, FULL | {"model_family": "ltx2", "train_audio": True, "train_batch_size": 2}
         ),
-        "minimax_h3 with sound": Job(
-            1, FULL | {"model_family": "minimax_h3", "train_audio": True, "train_batch_size": 2}
-        ),
+        "minimax_h3 with sound": Job(1, FULL | _WITH_FRAMES | {"train_audio": True}),
         "one gpu": Job(1, SAMPLED | {"checkpointing_steps": 1}),
         "accumulation": Job(1, {"gradient_accumulation_steps": 2}),
         "ema": Job(1, FULL | {"use_ema": True, "checkpointing_steps": 2}),

@@ -1,11 +1,11 @@
 """Many jobs on stub GPUs, a process per rank: `python -m tests.support.cuda_stub.ranks PLAN.json`.
 
-The plan says which toys to write, `{family: directory}`, and has a list of groups,
-`{"ranks": 2, "jobs": {run directory: {"values": …, "full_in": phase}}}`. The libraries are imported
-once, and each group's ranks are forked from there. Beside what a job itself writes, each rank
-leaves `cuda.<rank>.json` in the run directory, with what its steps asked of the device. A job that
-fails leaves what a failing rank always leaves, and its ranks go: the others would wait for one in a
-collective. The jobs behind it are done by new ranks.
+The plan says which toys to write, `{family or family:flavour: directory}`, and has a list of
+groups, `{"ranks": 2, "jobs": {run directory: {"values": …, "full_in": phase}}}`. The libraries are
+imported once, and each group's ranks are forked from there. Beside what a job itself writes, each
+rank leaves `cuda.<rank>.json` in the run directory, with what its steps asked of the device. A job
+that fails leaves what a failing rank always leaves, and its ranks go: the others would wait for one
+in a collective. The jobs behind it are done by new ranks.
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ def _write_toys(toys: dict[str, str]) -> None:
     from tests.support.engine.toys import write_small_toy
 
     for family, place in toys.items():
+        if ":" in family:
+            from tests.support.engine.families import Case
+
+            Case(family, Path(place).parent).values()  # which names the data that it writes
+            continue
         flavour = next(iter(FAMILIES[family].flavours))
         if family == "flux":  # in most jobs
             write_small_toy(Path(place), pictures=4)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 STEPS: Final = 3
 _PATIENCE: Final = 1500.0  # seconds; a slow machine under load, not an expectation
 _GPUS: Final = (16, 24, 24, 24)  # GiB
+TOY: Final = "{toy}"  # in a job's values: the directory of its toy
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ class Job:
     @property
     def family(self) -> str:
         return str(self.values.get("model_family", "flux"))
+
+    @property
+    def toy(self) -> str:
+        """Its family, or `family:flavour` of another than the usual one."""
+        flavour = self.values.get("model_flavour")
+        return f"{self.family}:{flavour}" if flavour else self.family
 
 
 @dataclass(frozen=True)
@@ -104,18 +111,18 @@ class Rehearsal:
 
     def run(self, jobs: Mapping[str, Job]) -> None:
         """Do all of them, those with equally many ranks in the same processes."""
-        families = {job.family for job in jobs.values()}
+        toys = {job.toy: str(self._place_of(job.toy)) for job in jobs.values()}
         groups: dict[tuple[bool, int], dict[str, Any]] = {}
         for name, job in jobs.items():
             self._ranks[name] = job.ranks
             groups.setdefault((job.resumes is not None, job.ranks), {})[str(self.root / name)] = {
-                "values": self.values_of(job.family, num_processes=job.ranks)
-                | dict(job.values)
+                "values": self.values_of(job.toy, num_processes=job.ranks)
+                | json.loads(json.dumps(job.values).replace(TOY, toys[job.toy]))
                 | self._begin(job),
                 "full_in": job.full_in,
             }
         plan = {
-            "toys": {name: str(self.root / "toys" / name) for name in sorted(families)},
+            "toys": dict(sorted(toys.items())),
             "groups": [{"ranks": key[1], "jobs": groups[key]} for key in sorted(groups)],
         }
         (self.root / "plan.json").write_text(json.dumps(plan))
@@ -151,14 +158,18 @@ class Rehearsal:
     def __getitem__(self, name: str) -> Outcome:
         return Outcome(RunDir(self.root / name), self._ranks[name], self.root / "output.txt")
 
-    def values_of(self, family: str, **changes: Any) -> dict[str, Any]:
-        """A small job on a family's toy, in bf16 on GPUs."""
-        toy = self.root / "toys" / family
+    def _place_of(self, toy: str) -> Path:
+        return self.root / "toys" / toy.replace(":", "-")
+
+    def values_of(self, toy: str, **changes: Any) -> dict[str, Any]:
+        """A small job on a toy, in bf16 on GPUs. One of another flavour names its own data."""
+        family, _, flavour = toy.partition(":")
+        place = self._place_of(toy)
         return {
             "name": family.replace("_", "-"),
             "model_family": family,
-            "pretrained_model_name_or_path": str(toy / "model"),
-            "dataset": str(toy / "data"),
+            "pretrained_model_name_or_path": str(place / "model"),
+            **({} if flavour else {"dataset": str(place / "data")}),
             "cache_dir": str(self.root / "cache"),
             "device": "cuda",
             "resolution": side_of(family),

@@ -31,7 +31,7 @@ from engine.families.shared.text_masks import without_padding
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.prompts import SampleRequest
 
 _MASK: Final = "prompt_embeds_mask"
@@ -173,7 +173,7 @@ class Flux3(Flux2LatentsFamily):
     def transformer_class(self) -> Any:
         return Flux3Transformer
 
-    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+    def without_gradient(self, model: Any, spec: DataKeys) -> str:
         """Name what is for conditioning images.
 
         The authors' trainer of FLUX.3 Action freezes what gets no loss, too (`freeze_streams`).

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.prompts import SampleRequest
 
 _TEXT: Final = "prompt_embeds"
@@ -138,7 +138,7 @@ class HunyuanVideo15(Family):
         vae.enable_slicing()
         return vae
 
-    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+    def without_gradient(self, model: Any, spec: DataKeys) -> str:
         """Name what makes the last block's text, which nothing reads.
 
         From text alone there are no tokens of an image to embed either.

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from engine.families.shared.references import Conditioning
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.prompts import SampleRequest
 
 _SOUND_RATE: Final = 16_000
@@ -160,7 +161,7 @@ class LTX2(Family):
     def lora_targets(self, spec: JobSpec) -> str:
         return self.SOUND_TARGETS if spec.train_audio else self.LORA_TARGETS
 
-    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+    def without_gradient(self, model: Any, spec: DataKeys) -> str:
         """Name the marks of given frames between others; without sound, all that is for it."""
         return _KEYFRAMES if spec.train_audio else f"{_KEYFRAMES}|{_OF_SOUND}"
 

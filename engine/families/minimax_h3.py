@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from engine.families.shared.lora_names import Adapter
     from engine.families.shared.minimax_h3_forward import Layout as Rows
     from engine.families.shared.references import Conditioning
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.prompts import SampleRequest
 
 _TEXT: Final = "prompt_embeds"
@@ -262,7 +262,7 @@ class MiniMaxH3(Family):
                     arranged[f"{name}_{number}"] = rows[seen].unsqueeze(0)
         return arranged
 
-    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+    def without_gradient(self, model: Any, spec: DataKeys) -> str:
         """Without sound, name its input and output; all other layers are the video's, too."""
         return "" if spec.train_audio else r"^audio_proj_(in|out)\."
 

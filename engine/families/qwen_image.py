@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from engine.families.shared.references import Conditioning
-    from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.prompts import SampleRequest
 
 _LONGEST_TEXT: Final = 1024  # tokens; the pipeline takes no more, and cuts at 512 if not told
@@ -82,7 +82,7 @@ class QwenImage(PackedFamily, OneFrameFamily):
         with image_tokens(pipeline):
             return _whole(pipeline.encode_prompt(prompt=prompt, image=shown)[0])
 
-    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+    def without_gradient(self, model: Any, spec: DataKeys) -> str:
         """Name what makes the last block's text, which nothing reads."""
         last = len(model.transformer_blocks) - 1
         return rf"^transformer_blocks\.{last}\.(attn\.to_add_out|txt_mlp)\."

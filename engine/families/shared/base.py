@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine.families.shared.lora_names import LoraStyle
     from engine.families.shared.references import Conditioning
     from jobs.spec.job_spec import JobSpec
+    from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.prompts import SampleRequest
 
 TEXT_PARTS: Final = (
@@ -232,7 +233,7 @@ class Family(ABC):
 
     # -- full training ---------------------------------------------------------------------
 
-    def without_gradient(self, model: Any, spec: JobSpec) -> str:
+    def without_gradient(self, model: Any, spec: DataKeys) -> str:
         """Return a regex of the parameter names that a job's loss does not depend on.
 
         It need only be found in a name; "" if the loss depends on all parameters.
@@ -243,7 +244,7 @@ class Family(ABC):
         """
         return ""
 
-    def freeze(self, model: torch.nn.Module, spec: JobSpec) -> None:
+    def freeze(self, model: torch.nn.Module, spec: DataKeys) -> None:
         """Freeze what a job's loss does not depend on.
 
         Otherwise FSDP2 may train it with gradients of zero, and so with weight decay: it fills in

@@ -215,6 +215,8 @@ def timesteps(draft: Draft, key: str, value: Any) -> None:
             training_keys.take_shift_by_size(draft, key, sides, token=_TOKENS[kind])
             return
         draft.take(key, "timestep_sampling", ours[word], "the equivalent value")
+        if ours[word] == "logit_normal" and training_keys.deviation_of(draft) != 1:
+            draft.values["logit_std"] = 1.0
         if ours[word] == "uniform_shift" and family in _SHIFTS:
             draft.values["flow_shift"] = _SHIFTS[family]
     elif word == "weighted":

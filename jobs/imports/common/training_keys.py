@@ -160,6 +160,11 @@ def rate(draft: Draft, key: str, value: Any, *, scales: str, root: str = "") -> 
     draft.take(key, "learning_rate", number * factor, f"{how}, as that tool's scaling option does")
 
 
+def deviation_of(draft: Draft) -> float:
+    """Return the `logit_std` of a job of the draft's family that does not set it."""
+    return float(family_of(draft).defaults.get("logit_std", 1.0))
+
+
 _AS_THE_LINE: Final = ("flux", "flux2", "lumina2", "z_image")
 _ITS_END: Final = 1024  # pixels
 

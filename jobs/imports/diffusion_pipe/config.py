@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import UserError
 from jobs.imports.common import data, models, training_keys
 from jobs.imports.common.draft import Draft, as_number, flatten, is_unset
-from jobs.imports.common.import_report import Kind
+from jobs.imports.common.import_report import Entry, Kind
 from jobs.imports.common.places import parse, read_beside
 from jobs.imports.common.table import read_data, read_table, sentence, word_of
 from jobs.imports.common.whose import DIFFUSION_PIPE, refuse_others
@@ -62,6 +62,7 @@ def read(path: Path) -> Draft:
     if draft.theirs.get("model.type") == "sdxl":
         draft.defaults["model.text_encoder_1_lr"] = draft.theirs.get("optimizer.lr")
     CONFIG.apply(draft)
+    _take_sound(draft)
     draft.values["max_aspect_ratio"] = 0.0
     draft.assume("buckets", "images of any shape are cropped to one", max_aspect_ratio=0.0)
     if not is_lora:
@@ -128,6 +129,20 @@ def encoder_rate(draft: Draft, key: str, value: Any) -> None:
         training_keys.text_encoder_lora(draft, key, draft.number("adapter.rank") or 16)
         if draft.values.get("text_encoder_lora_rank"):
             draft.values["text_encoder_learning_rate"] = as_number(first)
+
+
+def _take_sound(draft: Draft) -> None:
+    """Train the sound of MiniMax-H3's videos, which that tool does without being asked."""
+    values = draft.values
+    if models.family_of(draft).name != "minimax_h3" or (values.get("num_frames") or 1) == 1:
+        return
+    if values.get("loss_type", "mse") != "mse" or values.get("masked_loss", "none") != "none":
+        why = "videos are trained without their sound, which takes the loss mse without masks"
+        draft.report.assumed.append(Entry(Kind.UNSUPPORTED, "sound", "", {}, why))
+    else:
+        values["train_audio"] = True
+        why = "if videos have it; the loss is a sum here, and weighted by tokens there"
+        draft.assume("sound", why, train_audio=True)
 
 
 # -- noise and training ------------------------------------------------------------------------

@@ -331,7 +331,8 @@ def _scaled(draft: Draft, key: str, how: str, shift: float | None = None) -> Non
     """Take a sigma that is the sigmoid of a normal draw, or drawn evenly, and its shift."""
     ours: dict[str, Any] = {} if shift is None else {"flow_shift": round(shift, 4)}
     scale = draft.number("sigmoid_scale")
-    if scale not in (None, 1) and how != "uniform_shift":
+    scale = 1.0 if scale is None else scale
+    if how != "uniform_shift" and scale != training_keys.deviation_of(draft):
         ours["logit_std"] = scale
     draft.values |= ours
     draft.take(key, "timestep_sampling", how, ", ".join(f"{k}: {v:g}" for k, v in ours.items()))

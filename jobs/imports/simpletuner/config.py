@@ -105,7 +105,10 @@ def flavour(draft: Draft, key: str, value: Any) -> None:
         flavour = name
     published = DATA["other_models"].get(family, {}).get(name)
     if flavour is not None:
-        draft.take(key, "model_flavour", flavour, "" if flavour == value else "its name here")
+        note = next((note for part, note in DATA["notes"].items() if part in flavour), "")
+        draft.take(
+            key, "model_flavour", flavour, note or ("" if flavour == value else "its name here")
+        )
     elif published is None:
         draft.unsupported(key, "not a published model here; `fsdp-tui families` lists them")
     elif draft.get(_MODEL) is None:

@@ -621,6 +621,26 @@ SIMPLE_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"model_flavour": "flf2v-14b-2.1", "model_family": "wan"},
         {"model_flavour": "2.1-flf2v-14b-720p"},
     ),
+    *(
+        ({"model_flavour": theirs, "model_family": "wan"}, {"model_flavour": ours})
+        for theirs, ours in (
+            ("flf2v-14b-2.2-high", "2.2-flf2v-a14b-high"),
+            ("flf2v-14b-2.2-low", "2.2-flf2v-a14b-low"),
+            ("vace-1.3b-2.1", "2.1-vace-1.3b"),
+            ("vace-14b-2.1", "2.1-vace-14b"),
+        )
+    ),
+    *(
+        ({key: value, "model_family": "ideogram"}, Needless)
+        for key, value in (
+            ("flow_schedule_auto_shift", True),
+            ("flow_use_uniform_schedule", True),
+            ("flow_sigmoid_scale", 0.8),
+            ("ideogram_auto_json", False),
+            ("ideogram_validation", True),
+        )
+    ),
+    ({"ideogram_auto_json": True, "model_family": "ideogram"}, Lost),
     ({"flow_sigmoid_scale": 0.8}, {"logit_std": 0.8}),
     ({"flux_guidance_value": 2}, {"train_guidance": 2.0}),
     ({"noise_offset": 0}, Needless),
@@ -1049,6 +1069,10 @@ AI_KEYS: Final[list[tuple[dict[str, Any], dict[str, Any] | Kind]]] = [
         {"timestep_sampling": "uniform", "loss_weighting": "weighted"},
     ),
     ({"train__timestep_type": "sigmoid"}, {"timestep_sampling": "logit_normal"}),
+    (
+        {"train__timestep_type": "sigmoid", "model__arch": "ideogram4"},
+        {"timestep_sampling": "logit_normal", "logit_std": 1.0},
+    ),
     ({"train__timestep_type": "lognorm_blend"}, Lost),
     ({"train__gradient_accumulation": 4}, {"gradient_accumulation_steps": 4}),
     ({"train__gradient_accumulation_steps": -1}, Lost),

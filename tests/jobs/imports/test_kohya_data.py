@@ -225,6 +225,7 @@ SD3: Final = "sd3_train_network.py --network_module networks.lora_sd3"
 QWEN: Final = "qwen_image_train_network.py --dit a --network_module networks.lora_qwen_image"
 ZIMAGE: Final = "zimage_train_network.py --dit a --network_module networks.lora_zimage"
 FLUX2: Final = "flux_2_train_network.py --dit a --network_module networks.lora_flux_2"
+IDEOGRAM: Final = "ideogram4_train_network.py --dit a --network_module networks.lora_ideogram4"
 # get_noisy_model_input_and_timesteps of library/flux_train_utils.py, sd3_train_utils.py and
 # lumina_train_util.py (sd-scripts) and of training/trainer_base.py (musubi-tuner).
 DRAWN: Final[list[tuple[str, Callable[[], float]]]] = [
@@ -273,6 +274,11 @@ DRAWN: Final[list[tuple[str, Callable[[], float]]]] = [
     ),
     (
         f"{ZIMAGE} --timestep_sampling shift --discrete_flow_shift 2",
+        lambda: _shifted(_sigmoid(), 2.0),
+    ),
+    (f"{IDEOGRAM} --timestep_sampling sigmoid", _sigmoid),
+    (
+        f"{IDEOGRAM} --timestep_sampling shift --discrete_flow_shift 2",
         lambda: _shifted(_sigmoid(), 2.0),
     ),
     (f"{FLUX2} --timestep_sampling flux2_shift", lambda: _shifted(_sigmoid(), _line(1024))),

@@ -95,6 +95,7 @@ SIMPLETUNER: Final = [
     *(("auraflow", JOINT), ("hidream", ATTENTION), ("sana", ATTENTION), ("sd3", ATTENTION)),
     *(("lumina2", [*ATTENTION, "to_qkv"]), ("chroma", ATTENTION), ("z_image", ATTENTION)),
     ("krea2", ATTENTION),
+    ("ideogram4", [*ATTENTION, "w1", "w2", "w3"]),  # whose names are those of the authors there
 ]
 
 
@@ -375,6 +376,12 @@ SHIFTS: Final[list[tuple[str, dict[str, Any], Callable[[], Any]]]] = [
     ("flux2", {}, lambda: shifted(3, logistic())),
     ("flux", {}, lambda: shifted(3, logistic())),
     ("sana", {}, even),
+    ("ideogram", {}, lambda: shifted(2, logistic(deviation=1.5))),
+    (
+        "ideogram",
+        {"ideogram_schedule_mu": 0.5, "ideogram_schedule_std": 1, "flow_schedule_shift": 7},
+        lambda: shifted(2, logistic(0.5)),
+    ),
     ("flux", {"flow_schedule_auto_shift": True}, lambda: shifted(line(64 * 64), logistic())),
     ("flux2", {"flow_schedule_auto_shift": True}, lambda: shifted(line(32 * 32), logistic())),
     ("sd3", {"flow_schedule_auto_shift": True}, lambda: shifted(line(64 * 64), logistic())),

@@ -560,6 +560,10 @@ PIPE: Final[Cells] = [
         {"model_family": "minimax_h3", "timestep_sampling": "shift", "flow_shift": 8.0},
     ),
     ({"model__cfg": 4, "model__type": "minimax_h3"}, Lost),
+    (
+        {"model__type": "ideogram4"},
+        {"model_family": "ideogram4", "timestep_sampling": "logit_normal", "logit_std": 1.0},
+    ),
     ({"model__llm_adapter_lr": 0, "model__type": "anima"}, Needless),
     ({"model__llm_adapter_lr": 1e-5, "model__type": "anima"}, Lost),
     ({"model__diffusers_path": "a/FLUX.1-Kontext-dev"}, {"model_flavour": "kontext"}),
@@ -678,6 +682,25 @@ def test_videos_of_diffusion_pipe_have_one_length(tmp_path: Path) -> None:
     kinds = {one.kind for one in entries(imported, "dataset.toml[0].frame_buckets")}
     assert kinds == {Kind.TRANSLATED, Lost}
     assert entry(imported, "video_clip_mode").kind is Lost
+
+
+@pytest.mark.parametrize(
+    ("frames", "keys", "sound"),
+    [
+        (90, {}, True),
+        (1, {}, False),
+        (90, {"huber_delta": 0.5}, None),
+        (90, {"model__type": "ltx2"}, False),
+    ],
+)
+def test_diffusion_pipe_trains_the_sound_of_minimax_h3_unasked(
+    frames: int, keys: dict[str, Any], sound: bool | None, tmp_path: Path
+) -> None:
+    directory = {"path": "d", "frame_buckets": [1, frames]}
+    imported = pipe(tmp_path, directory, **{"model__type": "minimax_h3"} | keys)
+    assert imported.spec.train_audio is bool(sound)
+    said = {e.kind for e in imported.report.assumed if e.key == "sound"}
+    assert said == {True: {Kind.TRANSLATED}, False: set(), None: {Lost}}[sound]
 
 
 def test_a_dataset_file_of_diffusion_pipe_is_told_from_its_configuration(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ _OTHER_METHODS: Final = (
 )
 # How a job is run, which changes nothing that is trained.
 _NOT_TRAINED: Final = (
-    *("cache_text_embeddings", "unload_text_encoder", "num_processes", "fsdp_enable"),
+    *("name", "cache_text_embeddings", "unload_text_encoder", "num_processes", "fsdp_enable"),
     *(
         "fsdp_cpu_ram_efficient_loading",
         "export_formats",

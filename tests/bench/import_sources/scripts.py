@@ -43,7 +43,7 @@ def read_all(checkout: Path, paths: list[Path], own: bool) -> Iterator[Real]:
 
 def _command(name: str, text: str, script: Path) -> Real:
     real = Real(name, lambda: import_script([text]), content=text)
-    parser = _arguments(script)
+    parser, source = _arguments(script), script.read_text(encoding="utf-8")
     try:
         words = shlex.split(text)
     except ValueError:
@@ -66,8 +66,10 @@ def _command(name: str, text: str, script: Path) -> Real:
         ours = _SCRIPT.get(theirs, theirs)
         if theirs == "max_train_steps" and value is None:
             continue
-        if theirs == "guidance_scale" and re.search("klein|z_image", script.name):
-            continue  # their models do not take it
+        if f"args.{theirs}" not in source:
+            continue  # the script has the flag, and never reads it
+        if theirs == "guidance_scale" and "klein" in script.name:
+            continue  # its model does not take it
         if theirs == "center_crop":
             ours, value = "crop", "center" if value else "random"
         if theirs in ("lr_power", "lr_num_cycles"):

@@ -15,6 +15,7 @@ from jobs.models.find_model import (
     find_index,
     find_model,
 )
+from jobs.paths import exists
 from jobs.run.rundir import read_json
 from jobs.spec.families import FAMILIES, component_of, get_family
 from jobs.spec.keys.prompts import requests_of
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from jobs.spec.families import Family
+    from jobs.spec.families import Family, Flavour
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
     from jobs.spec.keys.devices import DeviceKeys
     from jobs.spec.keys.job import JobKeys
@@ -89,6 +90,8 @@ def check_model(spec: JobSpec, *, settings: bool = False) -> Path:
             f"{root} is a {pipeline}, not a {family.title} model",
             f"set model_family: {fits[0]}" if fits else f"use a model whose pipeline is {named}",
         )
+    if settings:
+        _check_trained(root, family, spec.model_flavour, index)
     denoiser = denoiser_of(root, family, spec.model_flavour)
     for part in (*_denoisers(denoiser.name, family, index), "vae"):
         _check_part(root, part)
@@ -115,6 +118,29 @@ def _denoisers(trained: str, family: Family, index: Mapping[str, Any]) -> list[s
     if index.get("boundary_ratio") is not None:
         parts += [family.component_of(flavour) for flavour in family.flavours]
     return list(dict.fromkeys(parts))
+
+
+def _check_trained(
+    root: Path, family: Family, flavour_name: str | None, index: Mapping[str, Any]
+) -> None:
+    """Reject a published model without the denoiser that is trained beside a distilled one.
+
+    Exports have that denoiser in the usual place, with its own scheduler; the published scheduler
+    is the distilled one's.
+    """
+    flavour = family.flavours.get(flavour_name or "")
+    if flavour is None or not flavour.folder or not _is_of(index, flavour):
+        return
+    if exists(root / flavour.folder / "config.json"):
+        return
+    scheduler = read_json(root / "scheduler" / "scheduler_config.json") or {}
+    if any(scheduler.get(key) != value for key, value in flavour.schedule.items()):
+        usual = family.component_of(flavour_name)
+        raise SpecError(
+            f"{root} lacks {flavour.folder}/, which is trained; its {usual}/ is distilled, "
+            "according to its scheduler",
+            f"run `fsdp-tui fetch {flavour.hub_id}`, or download {flavour.folder}/ into {root}",
+        )
 
 
 def _check_part(root: Path, part: str) -> None:
@@ -228,11 +254,7 @@ def _check_flavour(
     """Check the flavour against the model's own files; the default is the family's first one."""
     root = denoiser.parent
     flavour_name = spec.model_flavour or next(iter(family.flavours), "")
-    fits = [
-        name
-        for name, flavour in family.flavours.items()
-        if all(_is_marked(index, key, value) for key, value in flavour.marks.items())
-    ]
+    fits = [name for name, flavour in family.flavours.items() if _is_of(index, flavour)]
     step = _latent_step(family, root, denoiser)
     if step is not None:
         fits = [
@@ -283,6 +305,11 @@ def _other_frames(family: Family, flavour_name: str, config: Mapping[str, Any]) 
     if (config.get("pos_embed_seq_len") is not None) != seen:
         return f"pos_embed_seq_len is {json.dumps(config.get('pos_embed_seq_len'))}"
     return ""
+
+
+def _is_of(index: Mapping[str, Any], flavour: Flavour) -> bool:
+    """Return whether a model's index has all entries of a flavour."""
+    return all(_is_marked(index, key, value) for key, value in flavour.marks.items())
 
 
 def _is_marked(index: Mapping[str, Any], key: str, value: Any) -> bool:

@@ -183,6 +183,37 @@ def test_the_index_tells_what_is_distilled(
     assert text is None if advice is None else str(text).endswith(f"set model_flavour: {advice}")
 
 
+LTX_FULL: dict[str, Any] = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("parts", "scheduler", "accepted"),
+    [
+        (("transformer", "transformer_full"), {"use_dynamic_shifting": False}, True),
+        (("transformer_full",), {"use_dynamic_shifting": False}, True),
+        (("transformer",), {"use_dynamic_shifting": False, "shift_terminal": None}, False),
+        (("transformer",), LTX_FULL, True),  # as exports have it
+        (("transformer",), LTX_FULL | {"shift_terminal": None}, False),
+        ((), {}, False),
+    ],
+)
+def test_the_scheduler_tells_whether_the_only_transformer_is_distilled(
+    model: Callable[..., Path],
+    complaint: Callable[..., str | None],
+    parts: tuple[str, ...],
+    scheduler: dict[str, Any],
+    accepted: bool,
+) -> None:
+    flavour = FAMILIES["ltx2"].flavours["2.5-22b"]
+    root = model("LTX2Pipeline", index={**flavour.marks}, **{part: {} for part in parts})
+    (root / "scheduler").mkdir()
+    (root / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    text = str(complaint("ltx2", root, model_flavour="2.5-22b"))
+    lacks = f"{root} lacks transformer_full/, which is trained; its transformer/ is distilled"
+    # What it says of the text encoder comes later.
+    assert ("transformer" not in text) if accepted else text.startswith(lacks)
+
+
 I2V, FLF2V = "2.1-i2v-14b-480p", "2.1-flf2v-14b-720p"
 BESIDE: dict[str, Any] = WAN | {"in_channels": 36, "out_channels": 16}
 

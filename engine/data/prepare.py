@@ -44,6 +44,7 @@ from jobs.run.rundir import write_atomic
 from jobs.spec.families import (
     makes_layers,
     needs_first_frame,
+    noun_of_references,
     references_of,
     takes_keyframes,
 )
@@ -436,7 +437,7 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Conditioning]:
 
 
 def _read_videos(spec: DataPlanKeys) -> dict[str, Conditioning]:
-    """Return the frames of prompts' conditioning videos by path, as many as the longest needs.
+    """Return the frames of prompts' control videos by path, as many as the longest needs.
 
     Raises:
         UserError: A video cannot be used.
@@ -457,7 +458,7 @@ def _read_videos(spec: DataPlanKeys) -> dict[str, Conditioning]:
                 videos[path] = [Image.fromarray(frame) for frame in read]
         except (OSError, PictureError, VideoError) as error:
             raise UserError(
-                f"the conditioning video {path} cannot be used ({error})",
+                f"the control video {path} cannot be used ({error})",
                 f"its prompt needs {frames} frames at {spec.fps:g} per second",
             ) from None
     return videos
@@ -471,7 +472,7 @@ def _index(run: RunContext) -> DataIndex:
         indexed = _build_index(run, path)
         run.arrive("index", {})
         if indexed is not None:
-            _report(*indexed, before, run.telemetry)
+            _report(*indexed, before, noun_of_references(run.spec), run.telemetry)
     run.barrier.wait("index", ranks=1)
     run.words("index")
     return DataIndex.load(path)
@@ -498,7 +499,7 @@ def _build_index(run: RunContext, path: Path) -> tuple[DataIndex, DataReport] | 
 
 
 def _report(
-    index: DataIndex, report: DataReport, before: DataIndex | None, telemetry: Telemetry
+    index: DataIndex, report: DataReport, before: DataIndex | None, noun: str, telemetry: Telemetry
 ) -> None:
     """Log a summary of the data, and what changed since the last attempt."""
     for line in summary(report):
@@ -511,7 +512,7 @@ def _report(
             f"{len(index.skipped)} of {len(index.skipped) + len(index.samples)} images skipped, "
             f"such as {first.name} ({first.why})"
         )
-    if before is not None and (changes := changed_since(before, index)):
+    if before is not None and (changes := changed_since(before, index, noun)):
         telemetry.warn(f"the data has changed since the last attempt: {changes}")
     telemetry.emit(
         Data(

@@ -531,8 +531,14 @@ def _contents(sample: Sample) -> list[str]:
     return [reference.digest for reference in sample.references]
 
 
-def changed_since(before: DataIndex, now: DataIndex) -> str:
-    """Describe how two indexes of a job's data differ: `2 new (a.png, …)`; "" if they do not."""
+def changed_since(before: DataIndex, now: DataIndex, noun: str) -> str:
+    """Describe how two indexes of a job's data differ: `2 new (a.png, …)`; "" if they do not.
+
+    Args:
+        before: The former one.
+        now: The present one.
+        noun: What a sample's conditioning images are called.
+    """
     old, new = ({(s.dataset, s.name): s for s in index.samples} for index in (before, now))
     pairs = [(old[key], new[key]) for key in sorted(old.keys() & new.keys())]
     facts = {
@@ -540,9 +546,7 @@ def changed_since(before: DataIndex, now: DataIndex) -> str:
         "gone": [name for _, name in sorted(old.keys() - new.keys())],
         "changed": [b.name for a, b in pairs if a.digest != b.digest],
         "with another caption": [b.name for a, b in pairs if a.captions != b.captions],
-        "with another conditioning image": [
-            b.name for a, b in pairs if _contents(a) != _contents(b)
-        ],
+        f"with another {noun}": [b.name for a, b in pairs if _contents(a) != _contents(b)],
         "with another mask or loss weight": [
             b.name for a, b in pairs if (a.mask, a.loss_weight) != (b.mask, b.loss_weight)
         ],

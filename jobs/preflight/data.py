@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from jobs.errors import SpecError
 from jobs.machine.engine_tools import Progress, ask
 from jobs.paths import exists, expand
-from jobs.spec.families import get_family, needs_first_frame
+from jobs.spec.families import get_family, needs_first_frame, noun_of_references
 from jobs.spec.file.load import dump_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import Buckets
@@ -21,7 +21,7 @@ from jobs.spec.values import dataset_files, datasets
 from jobs.spec.values.hub_names import HubName, is_url, why_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
     from jobs.spec.keys.data import DataKeys
@@ -82,7 +82,8 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{table} needs pyarrow, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
-    check_places(dataset, layout, metadata=bool(files.metadata))
+    noun = noun_of_references(spec)
+    check_places(dataset, layout, noun, metadata=bool(files.metadata))
     if layout == "webdataset":
         return 0  # counted when they are unpacked
     if layout != "folder":
@@ -112,7 +113,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
             (f"it has {others[0].name}: {_why_foreign(others[0])}; " if others else "")
             + f"supported: {' '.join(sorted(kinds))}",
         )
-    samples, _ = split_samples(dataset, samples)
+    samples, _ = split_samples(dataset, samples, noun)
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")
     captioned = files.metadata or any(
@@ -196,13 +197,14 @@ def check_prompt_images(spec: DataPlanKeys) -> None:
     Raises:
         SpecError: One is missing.
     """
+    noun = noun_of_references(spec, of_prompts=True)
     for request in requests_of(spec):
         for path in request.conditioning:
             if not expand(path).is_file():
-                raise SpecError(f"validation_prompts: no such conditioning image: {path}")
+                raise SpecError(f"validation_prompts: no such {noun}: {path}")
 
 
-def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
+def check_places(dataset: Dataset, layout: Layout, noun: str, *, metadata: bool) -> None:
     """Check that conditioning images are configured in a way that this kind of dataset supports.
 
     Raises:
@@ -215,12 +217,12 @@ def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
         return
     if layout == "webdataset":
         raise SpecError(
-            f"{dataset.path} holds tar files, whose conditioning images cannot be read",
+            f"{dataset.path} holds tar files, whose {noun}s cannot be read",
             "unpack them into a folder",
         )
     if layout != "folder" and not dataset.conditioning_column:
         raise SpecError(
-            f"{dataset.path} is a table, so its conditioning images are in columns",
+            f"{dataset.path} is a table, so its {noun}s are in columns",
             "set conditioning_column",
         )
     if layout == "folder" and dataset.conditioning_column and not metadata:
@@ -231,8 +233,10 @@ def check_places(dataset: Dataset, layout: Layout, *, metadata: bool) -> None:
         )
 
 
-def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Return a folder's samples, and those of them without a conditioning image.
+def split_samples(
+    dataset: Dataset, paths: list[Path], noun: str
+) -> tuple[list[Path], dict[Path, Path]]:
+    """Return a folder's samples, and the first missing conditioning image of those that lack one.
 
     Conditioning images themselves are not samples.
 
@@ -241,14 +245,19 @@ def split_samples(dataset: Dataset, paths: list[Path]) -> tuple[list[Path], list
         OSError: A folder cannot be read.
     """
     if not dataset.references or dataset.conditioning_column:
-        return paths, []
+        return paths, {}
     pairs = datasets.Pairs(dataset, paths)
     samples = [path for path in paths if pairs.is_sample(path)]
-    alone = [path for path in samples if None in pairs.existing_paths(path)]
+    alone = {
+        path: pairs.expected_paths(path)[existing.index(None)]
+        for path in samples
+        if None in (existing := pairs.existing_paths(path))
+    }
     if samples and len(alone) == len(samples):
         raise SpecError(
-            f"none of the {len(samples)} images in {dataset.path} has a conditioning image",
-            f"for {samples[0].name}, it would be {pairs.expected_paths(samples[0])[0]}",
+            f"none of the {len(samples)} images in {dataset.path} has "
+            + ("all of its layers" if noun == "layer" else f"a {noun}"),
+            f"for {samples[0].name}, it would be {alone[samples[0]]}",
         )
     return samples, alone
 
@@ -264,13 +273,17 @@ def missing_partners(spec: InputKeys) -> list[str]:
         line
         for dataset in folders
         for line in describe_missing(
-            dataset, *samples_in(spec, dataset, dataset_files.list_files(expand(dataset.path)))
+            dataset,
+            *samples_in(spec, dataset, dataset_files.list_files(expand(dataset.path))),
+            noun_of_references(spec),
         )
     ]
 
 
-def samples_in(spec: InputKeys, dataset: Dataset, files: Listing) -> tuple[list[Path], list[Path]]:
-    """Return a folder's samples (no masks or conditioning images), and those lacking partners."""
+def samples_in(
+    spec: InputKeys, dataset: Dataset, files: Listing
+) -> tuple[list[Path], dict[Path, Path]]:
+    """Return a folder's samples (no masks or conditioning images), and what some of them lack."""
     paths = files.pictures
     if spec.masked_loss == "file":
         masks = expand(dataset.mask_path) if dataset.mask_path else None
@@ -278,18 +291,22 @@ def samples_in(spec: InputKeys, dataset: Dataset, files: Listing) -> tuple[list[
     if get_family(spec.model_family).frame_step:
         paths = files.videos + paths
     try:
-        return split_samples(dataset, paths)
+        return split_samples(dataset, paths, noun_of_references(spec))
     except (SpecError, OSError):  # reported by another check
-        return paths, []
+        return paths, {}
 
 
-def describe_missing(dataset: Dataset, samples: Sequence[Path], alone: Sequence[Path]) -> list[str]:
+def describe_missing(
+    dataset: Dataset, samples: Sequence[Path], alone: Mapping[Path, Path], noun: str
+) -> list[str]:
     """Return a sentence on the samples without a conditioning image; empty if there are none."""
     if not alone:
         return []
-    names = ", ".join(path.name for path in alone[:3]) + (", …" if len(alone) > 3 else "")
+    # Of several layers, the file says which one is missing.
+    lost = [str(path) for path in alone.values()] if noun == "layer" else [p.name for p in alone]
+    names = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
     return [
-        f"{len(alone)} of {len(samples)} images in {dataset.path}: no conditioning image "
+        f"{len(alone)} of {len(samples)} images in {dataset.path}: no {noun} "
         f"({names}), will be skipped."
     ]
 
@@ -322,7 +339,7 @@ def find_unusable(spec: InputKeys) -> list[str]:
             continue
         files = dataset_files.list_files(root)
         pictures, alone = samples_in(spec, dataset, files)
-        sentences += describe_missing(dataset, pictures, alone)
+        sentences += describe_missing(dataset, pictures, alone, noun_of_references(spec))
         total = len(pictures)
         seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)

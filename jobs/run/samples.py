@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _STEP: Final = re.compile(r"step-(\d+)")
 _PICTURE: Final = re.compile(r"(\d+)\.png")
+_LAYER: Final = re.compile(r"(\d+)-(\d+)\.png")
 _SETTLED: Final = 2.0  # seconds after which a directory's mtime reflects every change
 
 
@@ -29,6 +30,7 @@ class Sample:
         step: Optimizer steps trained before.
         picture: The PNG file.
         video: The MP4 file; None for images.
+        layers: The PNG files of its layers, the one at the back first; none of most models.
         bytes: Size of the image.
         time: When the image was written, in Unix seconds.
         facts: What it was made from (`prompt`, `seed`, `size`, `steps`, …); empty until that is
@@ -39,6 +41,7 @@ class Sample:
     step: int
     picture: Path
     video: Path | None = None
+    layers: tuple[Path, ...] = ()
     bytes: int = 0
     time: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +62,8 @@ class Sample:
     def to_dict(self) -> dict[str, Any]:
         """Return the sample as JSON values, for scripts."""
         video = str(self.video) if self.video is not None else None
-        return asdict(self) | {"picture": str(self.picture), "video": video}
+        files = {"picture": str(self.picture), "video": video, "layers": [*map(str, self.layers)]}
+        return asdict(self) | files
 
 
 class Samples:
@@ -110,8 +114,12 @@ def list_samples(run_dir: RunDir) -> tuple[Sample, ...]:
 
 
 def _samples_in(directory: Path, step: int) -> list[Sample]:
-    samples = []
-    for entry in _entries(directory):
+    samples, entries = [], _entries(directory)
+    layers: dict[int, dict[int, Path]] = {}
+    for entry in entries:
+        if match := _LAYER.fullmatch(entry.name):
+            layers.setdefault(int(match[1]), {})[int(match[2])] = directory / entry.name
+    for entry in entries:
         match = _PICTURE.fullmatch(entry.name)
         if match is None:
             continue
@@ -127,6 +135,7 @@ def _samples_in(directory: Path, step: int) -> list[Sample]:
                 step=step,
                 picture=path,
                 video=video if video.exists() else None,
+                layers=tuple(path for _, path in sorted(layers.get(int(match[1]), {}).items())),
                 bytes=stat.st_size,
                 time=stat.st_mtime,
                 facts=read_json(path.with_suffix(".json")) or {},

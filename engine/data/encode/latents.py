@@ -46,6 +46,7 @@ from jobs.spec.families import (
     makes_layers,
     needs_first_frame,
     needs_last_frame,
+    noun_of_references,
     references_of,
 )
 
@@ -162,7 +163,7 @@ def prepare_latents(
         drawn[keys(sample, view)] = item.name, partial(to_pixels, item, seen, spec)
         for number in range(len(item.references)):
             read = partial(reference_pixels, item, number, seen, spec)
-            given[keys.reference(sample, view, number)] = _reference_name(item), read
+            given[keys.reference(sample, view, number)] = _reference_name(item, spec), read
         if item.references and takes is not None and takes.videos:
             gray = partial(torch.zeros, 1, _COLOURS, *item.bucket[::-1])  # (1, 3, F, H, W)
             given[keys.gray(sample)] = "gray frames", gray
@@ -316,7 +317,7 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
         return masked_pixels(to_pixels(sample, view, spec), random_mask(sample, view))
     part = reference_view(reference, sample, view)
     if sample.is_video:
-        name, path = _reference_name(sample), reference.path
+        name, path = _reference_name(sample, spec), reference.path
         with _report_unreadable(name):
             shown = replace(sample, path=path, digest=reference.digest, name=name)
             frames = _frames(shown, spec, sample.bucket[2])
@@ -357,7 +358,7 @@ def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Ima
         UserError: The file changed after it was indexed.
     """
     reference = sample.references[number]
-    name = _reference_name(sample)
+    name = _reference_name(sample, spec)
     with _report_unreadable(name):
         content = read_reference(reference, sample, spec)
     _check(name, hashlib.sha256(content).hexdigest(), reference.digest)
@@ -434,8 +435,8 @@ def _check(name: str, digest: str, seen: str) -> None:
         raise UserError(f"{name} changed while the job was preparing its data", "resume the job")
 
 
-def _reference_name(sample: Sample) -> str:
-    return f"the conditioning image of {sample.name}"
+def _reference_name(sample: Sample, spec: InputKeys) -> str:
+    return f"the {noun_of_references(spec)} of {sample.name}"
 
 
 def _checked(latents: torch.Tensor, vae: Any, name: str) -> torch.Tensor:

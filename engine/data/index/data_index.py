@@ -23,7 +23,13 @@ from engine.data.read.tables import RowError, read_table, table_of
 from engine.data.read.videos import VideoError, VideoFacts, frames_at, inspect_video
 from jobs.errors import UserError
 from jobs.run.rundir import read_json, write_atomic
-from jobs.spec.families import Family, get_family, needs_first_frame, references_of
+from jobs.spec.families import (
+    Family,
+    get_family,
+    needs_first_frame,
+    noun_of_references,
+    references_of,
+)
 from jobs.spec.keys.prompts import validation_seed_of
 from jobs.spec.rules.buckets import Buckets
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
@@ -226,7 +232,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
     Raises:
         UserError: A dataset has nothing usable, or cannot be read.
     """
-    family = get_family(spec.model_family)
+    family, noun = get_family(spec.model_family), noun_of_references(spec)
     samples: list[Sample] = []
     skipped: list[Skipped] = []
     others: list[dict[str, int]] = []
@@ -241,7 +247,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source = read_archives(dataset, cache_root(spec), videos=family.frame_step > 0)
         else:
             source = read_table(dataset)
-        source = pair(source, dataset)
+        source = pair(source, dataset, noun)
         masks: dict[Path, Path] = {}
         if spec.masked_loss == "file":
             if layout in ("arrow", "parquet"):
@@ -273,7 +279,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
                 return "no caption", none
             facts = _read_facts(entry, dataset, memo)
             if not isinstance(facts, str) and entry.references:
-                facts = _add_reference_facts(facts, entry, dataset, memo)
+                facts = _add_reference_facts(facts, entry, dataset, memo, noun)
             if isinstance(facts, str) or spec.masked_loss == "none" or entry.is_video:
                 return facts, none
             mask = mask_of(
@@ -352,6 +358,7 @@ class Fitting:
         self._family = family
         self._buckets = Buckets(spec, dataset)
         self._takes = references_of(spec)
+        self._noun = noun_of_references(spec)
         self._only_first = needs_first_frame(spec)
         self._first_frame = 1.0 if self._only_first else float(dataset.first_frame)
         self._last_frame = float(dataset.last_frame)
@@ -376,7 +383,7 @@ class Fitting:
         for reference in itertools.chain(*beside):
             seen = reference.seen
             if self._takes and any(seen) and (why := self._takes.why_unfit(seen)):
-                return f"its conditioning image cannot be used: {why}"
+                return f"its {self._noun} cannot be used: {why}"
             if keeps and not reference.aligned:
                 return (
                     f"its layer {Path(reference.path).name} has another shape: {reference.width}x"
@@ -454,7 +461,9 @@ def _read_facts(entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
     return _Facts(**{**facts, "notes": tuple(facts["notes"])})
 
 
-def _add_reference_facts(facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo) -> _Facts | str:
+def _add_reference_facts(
+    facts: _Facts, entry: Entry, dataset: Dataset, memo: Memo, noun: str
+) -> _Facts | str:
     """Add the facts of an entry's conditioning images, or return why one cannot be used."""
     beside = []
     for place in entry.references:
@@ -465,7 +474,7 @@ def _add_reference_facts(facts: _Facts, entry: Entry, dataset: Dataset, memo: Me
         if named.is_video != entry.is_video:
             image = "a video" if named.is_video else "an image, not a video"
         if isinstance(image, str):
-            return f"its conditioning image cannot be used: {Path(place.path).name}: {image}"
+            return f"its {noun} cannot be used: {Path(place.path).name}: {image}"
         beside.append(image)
     return replace(facts, beside=tuple(beside))
 

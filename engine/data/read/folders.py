@@ -450,10 +450,7 @@ def _place(member: tarfile.TarInfo) -> PurePosixPath | None:
 # Find the conditioning images of a dataset's entries, or report a missing one.
 
 
-_MISSING = "no conditioning image"
-
-
-def pair(source: Source, dataset: Dataset) -> Source:
+def pair(source: Source, dataset: Dataset, noun: str) -> Source:
     """Add each entry's conditioning images to a source.
 
     An entry without one is marked with a problem.
@@ -461,6 +458,7 @@ def pair(source: Source, dataset: Dataset) -> Source:
     Args:
         source: The dataset's contents; for folders, this includes the conditioning images.
         dataset: Names the location of the conditioning images.
+        noun: What one of them is called in messages.
 
     Raises:
         UserError: A column that the dataset names does not exist.
@@ -472,7 +470,7 @@ def pair(source: Source, dataset: Dataset) -> Source:
         named = [path for row in files.values() for path in row if path]
         sidecar = {same_name(os.path.normpath(path)) for path in named}
         entries = [
-            _of_columns(entry, dataset, files)
+            _of_columns(entry, dataset, files, noun)
             for entry in source.entries
             if (name := same_name(os.path.normpath(entry.path))) in files or name not in sidecar
         ]
@@ -483,20 +481,22 @@ def pair(source: Source, dataset: Dataset) -> Source:
         for entry in source.entries
         if not entry.path.is_relative_to(expand(dataset.path)) or pairs.is_sample(entry.path)
     ]
-    return replace(source, entries=[_of_names(entry, pairs) for entry in entries])
+    return replace(source, entries=[_of_names(entry, pairs, noun) for entry in entries])
 
 
-def _of_names(entry: Entry, pairs: Pairs) -> Entry:
+def _of_names(entry: Entry, pairs: Pairs, noun: str) -> Entry:
     if entry.problem:
         return entry
     paths = pairs.existing_paths(entry.path)
     for path, expected in zip(paths, pairs.expected_paths(entry.path), strict=True):
         if path is None:
-            return replace(entry, problem=f"{_MISSING}: {expected} does not exist")
+            return replace(entry, problem=f"no {noun}: {expected} does not exist")
     return replace(entry, references=tuple(Place(str(path)) for path in paths))
 
 
-def _of_columns(entry: Entry, dataset: Dataset, files: dict[str, list[Path | None]]) -> Entry:
+def _of_columns(
+    entry: Entry, dataset: Dataset, files: dict[str, list[Path | None]], noun: str
+) -> Entry:
     columns = dataset.conditioning_column or []
     if entry.problem:
         return entry
@@ -508,7 +508,7 @@ def _of_columns(entry: Entry, dataset: Dataset, files: dict[str, list[Path | Non
     for path, column in zip(paths, columns, strict=True):
         if path is None or not path.is_file():
             what = f"{path} does not exist" if path else f"column {column} is empty"
-            return replace(entry, problem=f"{_MISSING}: {what}")
+            return replace(entry, problem=f"no {noun}: {what}")
     return replace(entry, references=tuple(Place(str(path)) for path in paths))
 
 

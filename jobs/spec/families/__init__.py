@@ -40,6 +40,7 @@ __all__ = [
     "makes_layers",
     "needs_first_frame",
     "needs_last_frame",
+    "noun_of_references",
     "references_of",
     "sees_images",
     "takes_first_frame",
@@ -171,6 +172,12 @@ def references_of(spec: JobKeys) -> References | None:
     """How a job's model takes conditioning images; None if it takes none."""
     family = FAMILIES.get(spec.model_family)
     return family.references_of(spec.model_flavour) if family is not None else None
+
+
+def noun_of_references(spec: JobKeys, *, of_prompts: bool = False) -> str:
+    """Return what messages call a conditioning image of a job's samples, or of its prompts."""
+    takes = references_of(spec) or References(None)
+    return takes.noun_of_prompts if of_prompts else takes.noun
 
 
 def makes_layers(spec: JobKeys) -> bool:

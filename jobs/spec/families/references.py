@@ -81,6 +81,16 @@ class References:
     layers: bool = False
     videos: bool = False
 
+    @property
+    def noun(self) -> str:
+        """Return what one of a sample's is called in messages."""
+        return "layer" if self.layers else self.noun_of_prompts
+
+    @property
+    def noun_of_prompts(self) -> str:
+        """Return what one of a prompt's is called in messages."""
+        return "control video" if self.videos else "conditioning image"
+
     def why_unfit(self, size: tuple[int, int]) -> str:
         """Why the pipeline would refuse an image that is given this size; "" if it takes it."""
         if min(size) >= self.least and max(size) <= self.widest * min(size):

@@ -15,6 +15,7 @@ from jobs.spec.families import (
     latent_step_of,
     needs_first_frame,
     needs_last_frame,
+    noun_of_references,
     references_of,
     takes_first_frame,
     takes_keyframes,
@@ -265,7 +266,13 @@ _WITH_MASK = 2  # conditioning images of a prompt whose model fills in a part of
 
 def _not_taken(spec: DataPlanKeys) -> Conflict | None:
     family, takes = FAMILIES.get(spec.model_family), references_of(spec)
-    if family is None or takes is not None:
+    if family is None or (takes is not None and takes.layers):
+        return None
+    what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
+    if any(entry.named_layers for entry in spec.datasets or []):
+        text = f"{what} makes no layers{_which_take(family, layers=True)}"
+        return Conflict("datasets", text, named=True)
+    if takes is not None:
         return None
     framed = takes_first_frame(spec)
     for key, given in (
@@ -285,14 +292,17 @@ def _not_taken(spec: DataPlanKeys) -> Conflict | None:
                 named=True,
             )
         if given and not framed:
-            what = f"{family.title} {spec.model_flavour}" if spec.model_flavour else family.title
             text = f"{what} takes no conditioning images{_which_take(family)}"
             return Conflict(key, text, named=True)
     return None
 
 
-def _which_take(family: Family) -> str:
-    names = [name for name in family.flavours if family.references_of(name) is not None]
+def _which_take(family: Family, *, layers: bool = False) -> str:
+    names = [
+        name
+        for name in family.flavours
+        if (takes := family.references_of(name)) is not None and takes.layers == layers
+    ]
     return f"; choose model_flavour: {' or '.join(names)}" if names else ""
 
 
@@ -366,11 +376,11 @@ def _needs(spec: DataPlanKeys) -> Conflict | None:
     takes = references_of(spec)
     if not needs_first_frame(spec) and (takes is None or not takes.required):
         return None
+    noun = noun_of_references(spec, of_prompts=True)
     if spec.num_class_images:
         return Conflict(
             "num_class_images",
-            "the model makes no images without a conditioning image; use a "
-            "dataset with regularization: true",
+            f"the model makes no images without a {noun}; use a dataset with regularization: true",
             named=True,
         )
     if needs_last_frame(spec):
@@ -393,8 +403,7 @@ def _needs(spec: DataPlanKeys) -> Conflict | None:
     if bare and not (takes and takes.masks):  # which need two images, see `_count`
         return Conflict(
             "validation_prompts",
-            f'"{bare[0].prompt}" has no conditioning image, which the model '
-            "needs; set conditioning_image",
+            f'"{bare[0].prompt}" has no {noun}, which the model needs; set conditioning_image',
             named=True,
         )
     return None
@@ -440,12 +449,12 @@ def _count(spec: DataPlanKeys) -> Conflict | None:
         if count > takes.most:
             limit = f"at most {takes.most}" if takes.most > 1 else "only one"
             return Conflict(
-                key, f"{what} has {count} conditioning images; the model takes {limit}", named=True
+                key, f"{what} has {count} {takes.noun}s; the model takes {limit}", named=True
             )
         if not count and takes.required:
             return Conflict(
                 key,
-                f"{what} has no conditioning image, which the model needs; set one of "
+                f"{what} has no {takes.noun}, which the model needs; set one of "
                 f"{', '.join(CONDITIONING)} in datasets",
                 named=True,
             )
@@ -478,7 +487,9 @@ def _split(spec: JobSpec) -> Conflict | None:
     if not given or spec.context_parallel_size == 1:
         return None
     return Conflict(
-        "context_parallel_size", "conditioning images cannot be split over ranks; use 1", named=True
+        "context_parallel_size",
+        f"{noun_of_references(spec, of_prompts=True)}s cannot be split over ranks; use 1",
+        named=True,
     )
 
 

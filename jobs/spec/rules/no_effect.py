@@ -313,7 +313,7 @@ def no_references(spec: JobKeys) -> str:
     if family is None or (takes is not None and takes.fit is not None):
         return ""
     if takes is not None:
-        return "conditioning images are made as large as their samples"
+        return f"{takes.noun}s are made as large as their samples"
     return f"{family.title} {spec.model_flavour or ''}".strip() + " takes no conditioning images"
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     model_serializer,
+    model_validator,
 )
 
 from jobs.paths import exists, expand
@@ -68,12 +71,6 @@ Texts = Annotated[
 ]
 
 
-_RARE: Final = (
-    *("resolution", "caption", "regularization", "loss_weight", "loss_weight_column", "mask_path"),
-    *(*CONDITIONING, "first_frame", "last_frame"),
-)
-
-
 class Dataset(BaseModel):
     """One source of samples.
 
@@ -125,6 +122,27 @@ class Dataset(BaseModel):
     first_frame: Share = False
     last_frame: Share = False
 
+    _spellings: dict[str, str] = PrivateAttr(default_factory=dict)  # key → other tools' name for it
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_names(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Read other tools' names of keys, and keep them for the job file."""
+        if not isinstance(value, dict):
+            return read(value)
+        entry = read({_OTHER_NAMES.get(key, key): own for key, own in value.items()})
+        entry._spellings.update({_OTHER_NAMES[key]: key for key in value if key in _OTHER_NAMES})
+        return entry
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what the keys mean, however they are spelled."""
+        return isinstance(other, Dataset) and self.__dict__ == other.__dict__
+
+    @property
+    def named_layers(self) -> bool:
+        """Return whether what lies beside its samples was named as their layers."""
+        return any(name.startswith("layer_") for name in self._spellings.values())
+
     @property
     def references(self) -> int:
         """Return the number of conditioning images of each sample."""
@@ -138,10 +156,13 @@ class Dataset(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, as_is: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out rarely used settings that have their default."""
-        values = as_is(self)
-        usual = {name: type(self).model_fields[name].default for name in _RARE}
-        return {k: v for k, v in values.items() if k not in usual or v != usual[k]}
+        """Write what differs from the defaults, by the names that it was read by."""
+        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        return {
+            self._spellings.get(name, name): value
+            for name, value in as_is(self).items()
+            if value != usual[name]
+        }
 
 
 def read_datasets(value: Any) -> Any:
@@ -287,8 +308,7 @@ def _entry(entry: Any) -> Any:
             return {"path": match["path"], "repeats": int(match["repeats"])}
         return {"path": entry.strip()}
     if isinstance(entry, dict):
-        named = {normal_key(str(key)): v for key, v in entry.items() if v is not None}
-        return {_OTHER_NAMES.get(key, key): value for key, value in named.items()}
+        return {normal_key(str(key)): v for key, v in entry.items() if v is not None}
     return entry
 
 

@@ -431,9 +431,9 @@ def test_the_report_counts_what_a_person_should_know(
 
 def test_changes_between_two_looks_are_named() -> None:
     before = DataIndex([sample_of(1, 1)])
-    assert changed_since(before, before) == ""
+    assert changed_since(before, before, "layer") == ""
     other = Sample("t", "t", 0, ("x",), 1, 1, "digest", (64, 64))
-    assert changed_since(before, DataIndex([other])) == "1 new (t), 1 gone (s)"
+    assert changed_since(before, DataIndex([other]), "layer") == "1 new (t), 1 gone (s)"
 
 
 def test_an_index_comes_back_from_its_file(

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., JobSpec]:
-    def make(**entry: Any) -> JobSpec:
+    def make(family: str = "flux", flavour: str = "kontext", **entry: Any) -> JobSpec:
         values = {
             "pretrained_model_name_or_path": "m",
-            "model_flavour": "kontext",
+            "model_family": family,
+            "model_flavour": flavour,
             "datasets": [{"path": str(tmp_path / "data")} | entry],
             "resolution": 64,
             "conditioning_resolution": 64,
@@ -80,7 +81,7 @@ def test_a_folder_beside_a_folder(tmp_path: Path, job: Callable[..., JobSpec]) -
     again = DataIndex.load(tmp_path / "index.json")
     assert again.samples == index.samples
     draw(tmp_path / "data/control/a.jpg", (80, 80))
-    assert changed_since(again, build_index(spec)) == ("1 with another conditioning image (a.png)")
+    assert changed_since(again, build_index(spec), "control") == "1 with another control (a.png)"
 
 
 def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
@@ -113,7 +114,9 @@ def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
     assert [sample.bucket[2] for sample in index.samples] == [9, 5, 1]
     assert [skip.name for skip in index.skipped] == ["c.mp4"]
     assert check_dataset(spec) == 4
-    assert len(missing_partners(spec)) == 1
+    assert index.skipped[0].why.startswith("no control video: ")
+    (lost,) = missing_partners(spec)
+    assert "no control video (c.mp4)" in lost
     sample, _, still = index.samples
     view = view_of(sample, 0, spec)
     shown = reference_pixels(sample, 0, view, spec)
@@ -145,6 +148,26 @@ def test_files_with_a_suffix(tmp_path: Path, job: Callable[..., JobSpec]) -> Non
     left = {one.name: one.why.partition(":")[0] for one in index.skipped}
     # Without an image of its name it is one like any other.
     assert left == dict.fromkeys(("b.png", "c_control.png"), "no conditioning image")
+
+
+def test_a_missing_layer_is_named(tmp_path: Path, job: Callable[..., JobSpec]) -> None:
+    for name in ("a", "a_1", "a_2", "b", "b_1", "c"):
+        draw(tmp_path / "data" / f"{name}.png", caption=name)
+    spec = job("qwen_image", "layered", layer_suffix=["_1", "_2"])
+    lost = [str(tmp_path / "data" / name) for name in ("b_2.png", "c_1.png")]
+    assert [skip.why for skip in build_index(spec).skipped] == [
+        f"no layer: {path} does not exist" for path in lost
+    ]
+    folder = tmp_path / "data"
+    assert missing_partners(spec) == [
+        f"2 of 3 images in {folder}: no layer ({', '.join(lost)}), will be skipped."
+    ]
+    spec = job("qwen_image", "layered", layer_suffix=["_1", "_3"])
+    with pytest.raises(
+        SpecError, match=r"none of the 4 images in .* has all of its layers"
+    ) as said:
+        check_dataset(spec)
+    assert said.value.hint == f"for a.png, it would be {folder / 'a_3.png'}"
 
 
 def test_masks_beside_pairs_are_neither(tmp_path: Path, job: Callable[..., JobSpec]) -> None:

@@ -190,7 +190,7 @@ def test_an_image_without_all_of_its_layers_is_skipped(case: Case, tmp_path: Pat
     index = build_index(spec)
     assert [sample.name for sample in index.samples] == ["a.png", "b.png"]
     assert [skip.why for skip in index.skipped] == [
-        f"no conditioning image: {tmp_path / 'c_1.png'} does not exist",
+        f"no layer: {tmp_path / 'c_1.png'} does not exist",
         "its layer d_1.png has another shape: 64x48 for an image of 64x64",
     ]
 

@@ -228,6 +228,16 @@ def test_samples_on_the_command_line(store: Store) -> None:
     assert len(lines) == 3
     assert "a red circle" in lines[2]
     assert lines[2].endswith(str(path))
+    layers = [path.with_name(f"00-{number}.png") for number in (1, 2)]
+    for layer in layers:
+        layer.touch()
+    rows = run(cli, ["samples", "1"]).output.splitlines()[3:]
+    assert [(row.split()[2:4], row.split()[-1]) for row in rows] == [
+        (["layer", str(number)], str(layer)) for number, layer in enumerate(layers, 1)
+    ]
+    assert json.loads(run(cli, ["samples", "1", "--json"]).output)[1]["layers"] == [
+        *map(str, layers)
+    ]
     newest = json.loads(run(cli, ["samples", "1", "--newest", "--json"]).output)
     assert [(one["step"], one["picture"]) for one in newest] == [(20, str(path))]
     assert run(cli, ["samples", "1", "--step", "11"]).output == "no samples of step 11\n"

@@ -43,6 +43,11 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
     assert entry.references == 1
     first, second = requests_of(spec)
     assert (first.conditioning, second.conditioning) == ((str(tmp_path / "a.png"),), ())
+    # The job file and the form show what was written, by the names that it was written with.
+    own = {"path": "d", "control_path": [str(tmp_path / "control")]}
+    assert spec.to_dict()["datasets"] == [own]
+    own["conditioning_path"] = own.pop("control_path")
+    assert read(own).datasets == spec.datasets
     job.write_text(dump_spec(spec))
     assert load_spec(job) == spec
 
@@ -180,7 +185,20 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
         (
             [],
             {"model_family": "wan", "model_flavour": "2.1-vace-14b"},
-            "d has no conditioning image, which the model needs; set one of conditioning_path",
+            "d has no control video, which the model needs; set one of conditioning_path",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"model_family": "wan", "model_flavour": "2.1-vace-14b", "sample_prompts": ["bare"]},
+            '"bare" has no control video, which the model needs; set conditioning_image',
+        ),
+        *(
+            (
+                [{"path": "d", "layer_suffix": "_1"}],
+                {"model_family": "qwen_image", "model_flavour": flavour},
+                f"Qwen-Image {flavour} makes no layers; choose model_flavour: layered",
+            )
+            for flavour in ("base", "edit")
         ),
         (
             [{"path": "d", "conditioning_path": "c"}],

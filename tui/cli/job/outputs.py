@@ -386,11 +386,14 @@ def samples(job_id: int, step: int | None, newest: bool, as_json: bool) -> None:
             (
                 str(sample.step),
                 str(sample.number + 1),
-                cut(" ".join(sample.prompt.split()) or MISSING, _PROMPT),
+                f"layer {number}"
+                if number
+                else cut(" ".join(sample.prompt.split()) or MISSING, _PROMPT),
                 "×".join(map(str, sample.size)) if sample.size else MISSING,
-                size(sample.bytes),
-                str(sample.video or sample.picture),
+                MISSING if number else size(sample.bytes),
+                str(path),
             )
             for sample in chosen
+            for number, path in enumerate((sample.video or sample.picture, *sample.layers))
         ]
         echo(table(("STEP", "NO", "PROMPT", "PIXELS", "SIZE", "PATH"), rows))

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine.data.index.batch_plan import BatchPlan, shares_of
 from engine.data.index.captions import texts_of, with_class
-from engine.data.index.data_index import hold_out, weights_of
+from engine.data.index.data_index import READERS, hold_out, weights_of
 from engine.data.index.views import count_views, cut_share
 from engine.data.read.class_images import has_class_images
 from engine.data.read.images import NOTES
 from engine.data.read.masks import names_mask
+from engine.data.read.videos import has_sound
 from jobs.paths import expand
 from jobs.spec.families import get_family
 from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
@@ -162,6 +164,7 @@ class DataReport:
         bucket_steps: Step between bucket sides in pixels, per resolution.
         texts: Number of distinct texts to encode, not counting prompts.
         masked: Number of images that are trained with a mask.
+        sound: With `train_audio`, the number of videos that have sound, and of all; else empty.
         weights: The smallest and largest loss weight of a sample; empty if all are 1.
         class_images: Number of class images still to be generated, which are not counted here.
         views: Number of views of each image (crops, flips).
@@ -186,6 +189,7 @@ class DataReport:
     bucket_steps: list[int]
     texts: int
     masked: int
+    sound: list[int]
     weights: list[float]
     class_images: int
     views: int
@@ -307,6 +311,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         bucket_steps=sorted({bucket_step(side, spec) for side in all_resolutions(spec)}),
         texts=len(distinct),
         masked=sum(bool(image.mask) for image in _images(index.samples)),
+        sound=_count_sound(index) if spec.train_audio else [],
         weights=[min(weights), max(weights)] if any(weight != 1 for weight in weights) else [],
         class_images=0 if has_class_images(spec) else spec.num_class_images,
         views=count_views(spec),
@@ -332,6 +337,8 @@ def summary(report: DataReport) -> list[str]:
     ]
     if report.masked:
         lines.append(f"{_plural(report.masked, 'image')} with a mask")
+    if report.sound:
+        lines.append("{} of {} videos with sound".format(*report.sound))
     if report.weights:
         least, most = report.weights
         lines.append(f"weights of the loss from {least:g} to {most:g}")
@@ -352,6 +359,13 @@ def summary(report: DataReport) -> list[str]:
     for kind, findings in (("skipped", report.reasons), ("read", report.handled)):
         lines += [f"{kind}: {_describe(finding)}" for finding in findings]
     return lines + [f"note: {_describe(caution)}" for caution in report.cautions]
+
+
+def _count_sound(index: DataIndex) -> list[int]:
+    """Return how many videos have sound, and how many there are; reads only their headers."""
+    paths = [Path(image.path) for image in _images(index.samples) if image.is_video]
+    with ThreadPoolExecutor(READERS) as pool:
+        return [sum(pool.map(has_sound, paths)), len(paths)]
 
 
 def _plural(count: int, noun: str) -> str:

@@ -81,6 +81,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("buckets", _buckets(report)),
         ("captions", captions + (f", up to {longest} tokens" if longest else "")),
         ("masks", some(report["masked"], "image") if report.get("masked") else ""),
+        ("sound", _sound(report)),
         ("loss weights", _weights(report)),
         ("class images", _class_images(report)),
         ("views", f"{report['views']} of each image" if report["views"] > 1 else ""),
@@ -126,6 +127,12 @@ def _buckets(report: Mapping[str, Any]) -> str:
     """Return the number of buckets, and the difference between their sides in pixels."""
     steps = " and ".join(map(str, report.get("bucket_steps") or ()))
     return f"{len(report['buckets'])}, sides {steps} pixels apart" if steps else ""
+
+
+def _sound(report: Mapping[str, Any]) -> str:
+    """Return how many videos have sound, where a job trains with it."""
+    heard, videos = report.get("sound") or (0, 0)
+    return f"{heard or 'none'} of {some(videos, 'video')}" if videos else ""
 
 
 def _weights(report: Mapping[str, Any]) -> str:

@@ -123,7 +123,7 @@ def weights_of(samples: Sequence[Sample], spec: InputKeys) -> list[float]:
 Progress = Callable[[int, int], None]  # arguments: done, total
 
 # Reading, hashing and decoding release the GIL. Decoding an image may briefly take 0.7 GB.
-_READERS: Final = min(8, os.cpu_count() or 1)
+READERS: Final = min(8, os.cpu_count() or 1)
 _MEMO: Final = DECODER  # multiply by a new factor when the meaning of `_Facts` changes
 _LONGEST_VIDEO: Final = 81  # frames, if the job sets no number
 
@@ -288,7 +288,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             return (mask, none) if isinstance(mask, str) else (facts, mask)
 
         usable = len(samples)
-        with ThreadPoolExecutor(max_workers=_READERS) as pool:
+        with ThreadPoolExecutor(max_workers=READERS) as pool:
             for done, (facts, mask) in enumerate(pool.map(read_entry, source.entries), start=1):
                 entry = source.entries[done - 1]
                 if entry.captions is None and default is not None:

@@ -124,6 +124,19 @@ def read_frames(path: Path, *, fps: float, frames: int, start: float = 0.0) -> n
     raise VideoError(f"too short ({float(shown.end):.2f} s)")
 
 
+def has_sound(path: Path) -> bool:
+    """Return whether a video has sound, which its header says; False if it cannot be opened.
+
+    Raises:
+        UserError: PyAV is not installed.
+    """
+    try:
+        with _opened(path) as (container, _):
+            return bool(container.streams.audio)
+    except VideoError:
+        return False
+
+
 def read_sound(path: Path, *, seconds: float, rate: int) -> np.ndarray | None:
     """Return the sound of a video's beginning; silence before it starts and after it ends.
 

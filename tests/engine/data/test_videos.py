@@ -27,9 +27,11 @@ from engine.data.read.videos import (
     read_frames,
     read_sound,
 )
+from engine.data.report import make_report, summary
 from jobs.errors import UserError
 from jobs.spec.file.load import load_spec
 from tests.support.images.videos import level, record
+from tui.text.data_text import facts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -385,6 +387,21 @@ def test_sound_is_read_from_the_first_frame_on(tmp_path: Path) -> None:
     assert np.abs(heard[1]).max() < 0.02
     assert not heard[:, 10_000:].any()
     assert read_sound(record(tmp_path / "b.mp4", 8), seconds=1.0, rate=8_000) is None
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_videos_with_sound_are_counted_where_it_is_trained(tmp_path: Path, wanted: bool) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, sound in (("a", np.zeros((2, 16_000))), ("b", None), ("c", np.zeros((2, 16_000)))):
+        record(data / f"{name}.mp4", 9, sound=sound).with_suffix(".txt").write_text(name)
+    values = {"model_family": "ltx2", "dataset": str(data), "cache_dir": str(tmp_path / "cache")}
+    small = {"resolution": 64, "max_upscale": 4, "fps": 8, "train_audio": wanted}
+    spec = load_spec(None, {"pretrained_model_name_or_path": "m"} | values | small)
+    report = make_report(spec, build_index(spec), None)
+    assert report.sound == ([2, 3] if wanted else [])
+    assert ("2 of 3 videos with sound" in summary(report)) is wanted
+    assert dict(facts(report.to_dict())).get("sound") == ("2 of 3 videos" if wanted else None)
 
 
 def test_senseless_requests_are_errors_of_the_caller(tmp_path: Path) -> None:

@@ -131,9 +131,14 @@ def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
             assert isinstance(read, list)
             assert len(read) == frames
             continue
-        with pytest.raises(UserError, match=f"b.mp4 cannot be used .*{why}") as caught:
+        with pytest.raises(
+            UserError, match=f"the control video .*b.mp4 cannot be used .*{why}"
+        ) as caught:
             read_pictures(asked)
         assert caught.value.hint == "its prompt needs 9 frames at 8 per second"
+    absent = prompt | {"conditioning_image": str(tmp_path / "absent.mp4")}
+    with pytest.raises(SpecError, match="no such control video"):
+        check_dataset(load_spec(None, values | {"validation_prompts": [absent]}))
     one = prompt | {"num_frames": 1, "conditioning_image": str(tmp_path / "control/c.png")}
     (read,) = read_pictures(load_spec(None, values | {"validation_prompts": [one]})).values()
     assert isinstance(read, list)

@@ -192,6 +192,16 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             {"model_family": "wan", "model_flavour": "2.1-vace-14b", "sample_prompts": ["bare"]},
             '"bare" has no control video, which the model needs; set conditioning_image',
         ),
+        (
+            [{"path": "d", "conditioning_suffix": ["_1", "_2"]}],
+            {"model_family": "wan", "model_flavour": "2.1-vace-14b", "context_parallel_size": 2},
+            "d has 2 control videos; the model takes only one",
+        ),
+        (
+            [{"path": "d", "conditioning_path": "c"}],
+            {"model_family": "wan", "model_flavour": "2.1-vace-14b", "context_parallel_size": 2},
+            "control videos cannot be split over ranks; use 1",
+        ),
         *(
             (
                 [{"path": "d", "layer_suffix": "_1"}],

@@ -63,7 +63,7 @@ def write_sample(
     write_atomic(path.with_suffix(".json"), json.dumps(facts, ensure_ascii=False) + "\n")
     if len(frames) > 1 and not layers:
         _replace(
-            path.with_suffix(".mp4"), lambda aside: _write_video(frames, facts["fps"], aside, sound)
+            path.with_suffix(".mp4"), lambda aside: write_video(frames, facts["fps"], aside, sound)
         )
 
 
@@ -83,8 +83,8 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def _write_video(frames: Sequence[Image], fps: float, path: Path, sound: Sound | None) -> None:
-    """H.264 and AAC, which every player knows.
+def write_video(frames: Sequence[Image], fps: float, path: Path, sound: Sound | None) -> None:
+    """Write H.264 and AAC, which every player knows.
 
     Raises:
         OSError: It cannot be written, or the library that does it is not installed.

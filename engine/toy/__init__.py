@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from engine.toy.images import write_layers, write_pictures
+from engine.toy.images import makes_videos, write_layers, write_pictures, write_videos
 from jobs.errors import UserError
 from jobs.spec.families import get_family
 
@@ -32,11 +32,13 @@ class ToyPaths:
         data: Images, each with a caption file.
         control: Their conditioning images, with the same names, for models that take them; of
             models that make layers, a folder `1` and so on for each of them.
+        videos: Videos, each with a caption file, for models that make them.
     """
 
     model: Path
     data: Path
     control: Path | None = None
+    videos: Path | None = None
 
 
 def write_toy(
@@ -45,6 +47,7 @@ def write_toy(
     *,
     flavour: str | None = None,
     pictures: int = 240,
+    videos: int = 0,
     size: int = 96,
     seed: int = 0,
     dtype: str = "float32",
@@ -53,14 +56,15 @@ def write_toy(
 ) -> ToyPaths:
     """Write `directory`/model and `directory`/data, each completely or not at all.
 
-    For models that take conditioning images, write `directory`/control as well. Directories written
-    by an earlier call are kept.
+    For models that take conditioning images, write `directory`/control as well, and for models that
+    make videos, `directory`/videos. Directories written by an earlier call are kept.
 
     Args:
         directory: Created if it is missing.
         family: One of `jobs.spec.families.FAMILIES`.
         flavour: The published model whose layout to use; default: the family's main one.
         pictures: Number of images.
+        videos: Number of videos, if the family makes them and PyAV is installed.
         size: Pixels of an image's short side.
         seed: Seed of weights and images; the same seed gives the same bytes.
         dtype: Dtype of the weights, one of `DTYPES`.
@@ -72,7 +76,7 @@ def write_toy(
             other files.
     """
     flavour = check_family(family, flavour)
-    _check(pictures=pictures, size=size, dtype=dtype, hidden_scale=hidden_scale)
+    _check(pictures=pictures, videos=videos, size=size, dtype=dtype, hidden_scale=hidden_scale)
 
     def write_model(model_dir: Path) -> None:
         # torch and diffusers take seconds to import, so import them only if there is something to
@@ -83,16 +87,29 @@ def write_toy(
     def write_data(data_dir: Path) -> None:
         write_pictures(data_dir, count=pictures, size=size, seed=seed)
 
-    takes = get_family(family, flavour).references_of(flavour)
+    facts = get_family(family, flavour)
+    takes, moving = facts.references_of(flavour), facts.frame_step > 0 and makes_videos()
+    fps = facts.defaults_of(flavour).get("fps", 25.0)
+
+    def write_moving(data_dir: Path, *, before: bool = False) -> None:
+        options = {"fps": fps, "sound": facts.sound, "before": before}
+        write_videos(data_dir, count=videos, size=size, seed=seed, **options)
 
     def write_control(data_dir: Path) -> None:
         if takes is not None and takes.layers:
             write_layers(data_dir, count=pictures, size=size, seed=seed)
         else:
             write_pictures(data_dir, count=pictures, size=size, seed=seed, before=True)
+            if takes is not None and takes.videos and moving:
+                write_moving(data_dir, before=True)
 
     control = directory / "control" if takes is not None else None
-    paths = ToyPaths(model=directory / "model", data=directory / "data", control=control)
+    paths = ToyPaths(
+        model=directory / "model",
+        data=directory / "data",
+        control=control,
+        videos=directory / "videos" if moving and videos else None,
+    )
     data_settings = {"pictures": pictures, "size": size, "seed": seed}
     model_settings: dict[str, int | str] = {
         "family": family,
@@ -103,11 +120,13 @@ def write_toy(
     }
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for path in filter(None, (paths.data, paths.control, paths.model)):
+        for path in filter(None, (paths.data, paths.control, paths.videos, paths.model)):
             check_place(path)
         install(paths.data, write_data, data_settings, force=force)
         if paths.control is not None:
             install(paths.control, write_control, data_settings, force=force)
+        if paths.videos is not None:
+            install(paths.videos, write_moving, data_settings, force=force)
         install(paths.model, write_model, model_settings, force=force)
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -132,7 +151,7 @@ def check_family(family: str, flavour: str | None) -> str:
     return flavour or next(iter(facts.flavours))
 
 
-def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
+def _check(*, pictures: int, videos: int, size: int, dtype: str, hidden_scale: int) -> None:
     """Reject arguments out of range.
 
     Raises:
@@ -142,6 +161,7 @@ def _check(*, pictures: int, size: int, dtype: str, hidden_scale: int) -> None:
         raise UserError(f"no dtype {dtype!r} for a toy", f"known: {', '.join(DTYPES)}")
     for name, value, low, high in (
         ("pictures", pictures, 1, 1_000_000),
+        ("videos", videos, 0, 1000),
         ("size", size, 16, 4096),
         ("hidden_scale", hidden_scale, 1, 64),
     ):

@@ -1,4 +1,4 @@
-"""`python -m engine.toy DIR`: write a toy model and its images, print where they are."""
+"""`python -m engine.toy DIR`: write a toy model and its data, print where they are."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--family", default="flux", help=f"one of: {', '.join(FAMILIES)}")
     parser.add_argument("--flavour", help="model flavour; default: the family's main one")
     parser.add_argument("--pictures", type=int, default=240, help="number of images")
+    parser.add_argument("--videos", type=int, default=3, help="number of videos, of video families")
     parser.add_argument("--size", type=int, default=96, help="short side in pixels")
     parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument("--dtype", default="float32", help=f"one of: {', '.join(DTYPES)}")
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.family,
             flavour=options.flavour,
             pictures=options.pictures,
+            videos=options.videos,
             size=options.size,
             seed=options.seed,
             dtype=options.dtype,

@@ -6,6 +6,7 @@ are the same for any length of the set.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 from dataclasses import dataclass, replace
@@ -41,6 +42,9 @@ OBLONG = ((3, 2), (2, 3), (4, 3), (3, 4))
 
 OVERSAMPLING = 4
 """Factor by which images are drawn larger and then averaged down, for antialiasing."""
+
+_FRAMES = 49  # of a video
+_SOUND_RATE = 16_000  # Hz
 
 Colour = tuple[int, int, int]
 Point = tuple[float, float]
@@ -181,6 +185,59 @@ def write_layers(data_dir: Path, *, count: int, size: int, seed: int) -> None:
         for number, layer in enumerate(draw_layers(plan), start=1):
             (folder := data_dir / str(number)).mkdir(parents=True, exist_ok=True)
             layer.save(folder / f"{plan.stem}.png", compress_level=1)
+
+
+def makes_videos() -> bool:
+    """Return whether PyAV, which writes videos, is installed."""
+    return importlib.util.find_spec("av") is not None
+
+
+def write_videos(
+    data_dir: Path,
+    *,
+    count: int,
+    size: int,
+    seed: int,
+    fps: float,
+    sound: bool = False,
+    before: bool = False,
+) -> None:
+    """Write `count` MP4 files in which the shapes of the first images move, with their captions.
+
+    Args:
+        data_dir: Created if it is missing.
+        count: Number of videos.
+        size: Pixels of the short side; sides are even.
+        seed: The same seed gives the same frames.
+        fps: Frames per second.
+        sound: Whether each has a tone, higher from one video to the next.
+        before: Write their control videos instead: the same, with gray shapes and without captions
+            or sound.
+    """
+    # torch takes seconds to import, and images do without it.
+    import torch
+
+    from engine.families.shared.base import Sound
+    from engine.sample.sample_files import write_video
+
+    data_dir.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        plan = plan_picture(index, size=size + size % 2, seed=seed)
+        plan = replace(plan, width=plan.width & ~1, colour="grey" if before else plan.colour)
+        plan = replace(plan, height=plan.height & ~1)
+        frames = [
+            draw_picture(replace(plan, centre=(share, plan.centre[1]), turn=math.pi * share))
+            for share in (0.3 + 0.4 * number / (_FRAMES - 1) for number in range(_FRAMES))
+        ]
+        tone = None
+        if sound and not before:
+            times = torch.arange(round(_FRAMES / fps * _SOUND_RATE)) / _SOUND_RATE
+            wave = 0.3 * torch.sin(math.tau * 220 * (index + 1) * times)
+            tone = Sound(wave.expand(2, -1), _SOUND_RATE)
+        write_video(frames, fps, data_dir / f"{plan.stem}.mp4", tone)
+        if not before:
+            caption = f"{plan.caption}, moving to the right\n"
+            (data_dir / f"{plan.stem}.txt").write_text(caption, encoding="utf-8")
 
 
 def _with_article(phrase: str) -> str:

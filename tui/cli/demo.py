@@ -83,9 +83,13 @@ def demo(headless: bool) -> int:
 @click.option("--flavour", help="Model flavour (default: the family's main one).")
 @JSON
 def toy(directory: Path, family: str, flavour: str | None, as_json: bool) -> None:
-    """Write a small real model (DIRECTORY/model) and captioned images (DIRECTORY/data)."""
+    """Write a small real model (DIRECTORY/model) and captioned images (DIRECTORY/data).
+
+    Models that make videos get some of them too (DIRECTORY/videos), if PyAV is installed, with
+    sound if they make it. DIRECTORY/control has conditioning images for models that take them.
+    """
     where = write_toy(directory, family, flavour)
-    echo(json.dumps(where) if as_json else f"{where['model']}\n{where['data']}")
+    echo(json.dumps(where) if as_json else "\n".join(where.values()))
 
 
 def start_demo(store: Store, say: Callable[[str], None]) -> Job:
@@ -134,7 +138,7 @@ def write_toy(directory: Path, family: str, flavour: str | None = None) -> dict[
     """Write a toy in a subprocess, since it needs torch.
 
     Returns:
-        The two directories, `model` and `data`.
+        The directories: `model`, `data`, and where there are such `control` and `videos`.
 
     Raises:
         UserError: The directory cannot be written, or the family has no toy.

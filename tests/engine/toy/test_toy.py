@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,8 @@ from peft import LoraConfig
 from PIL import Image
 
 import engine.toy
-from engine.toy import ToyPaths, is_complete, write_toy
+from engine.data.read.videos import has_sound, inspect_video, read_frames
+from engine.toy import MARK, ToyPaths, is_complete, write_toy
 from engine.toy.components import parts
 from engine.toy.components.tokenizers import byte_signs
 from engine.toy.components.vae import as_tensor
@@ -33,6 +35,7 @@ from engine.toy.images import (
     write_pictures,
 )
 from jobs.errors import UserError
+from jobs.spec.families import FAMILIES
 from tests.support.paths import ROOT as REPOSITORY
 
 if TYPE_CHECKING:
@@ -454,6 +457,42 @@ def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
+@pytest.mark.parametrize(
+    ("family", "flavour", "sound", "control"),
+    [
+        ("ltx2", None, True, set()),
+        ("wan", None, False, set()),
+        ("wan", "2.1-vace-1.3b", False, {"0001-red-circle.mp4"}),
+    ],
+)
+def test_video_families_have_videos(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    flavour: str | None,
+    sound: bool,
+    control: set[str],
+) -> None:
+    pytest.importorskip("av")
+    fake = SimpleNamespace(write=lambda model_dir, **_: None)
+    monkeypatch.setattr("engine.toy.import_module", lambda name: fake)
+    paths = write_toy(tmp_path, family, flavour=flavour, pictures=1, videos=1, size=17)
+    assert paths.videos is not None
+    (video,) = paths.videos.glob("*.mp4")
+    seen = inspect_video(video)
+    assert (seen.width, seen.height, seen.frames) == (18, 18, 49)
+    assert seen.fps == pytest.approx(FAMILIES[family].defaults_of(flavour)["fps"])
+    assert has_sound(video) is sound
+    assert video.with_suffix(".txt").read_text().startswith("a red circle on")
+    first, last = read_frames(video, fps=seen.fps, frames=49)[[0, -1]].astype(int)
+    assert abs(first - last).mean() > 10
+    assert names(paths.control or paths.model) - {"0001-red-circle.png", MARK} == control
+    assert not any(map(has_sound, (tmp_path / "control").glob("*.mp4")))
+    if not control:
+        monkeypatch.setattr("engine.toy.makes_videos", lambda: False)
+        assert write_toy(tmp_path / "bare", family, pictures=1, videos=1).videos is None
+
+
 def test_force_writes_both_anew(small: list[int], tmp_path: Path) -> None:
     write_toy(tmp_path, pictures=2, size=16, seed=1)
     paths = write_toy(tmp_path, pictures=3, size=16, seed=2, force=True)
@@ -540,6 +579,7 @@ def test_what_is_not_a_toy_is_never_touched(
         ),
         ({"flavour": "snell"}, 'unknown model_flavour "snell".*known: dev, ', None),
         ({"pictures": 0}, "pictures is 0", "use a number from 1 to 1000000"),
+        ({"videos": -1}, "videos is -1", "use a number from 0 to 1000"),
         ({"size": 8}, "size is 8", "use a number from 16 to 4096"),
         ({"dtype": "int8"}, "no dtype 'int8'", "known: float32, bfloat16, float16"),
         ({"hidden_scale": 0}, "hidden_scale is 0", "use a number from 1 to 64"),

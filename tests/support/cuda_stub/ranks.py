@@ -99,12 +99,17 @@ def _zero_gradients_in_host_memory(optimizer: torch.optim.Optimizer, *_: Any) ->
 
 
 def _forked(do: Callable[..., None], *words: Any) -> None:
-    """In a process of its own, whose threads nobody inherits."""
+    """In a process of its own, whose threads nobody inherits; end if it fails."""
     pid = os.fork()
     if not pid:
-        do(*words)
+        try:
+            do(*words)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
-    os.waitpid(pid, 0)
+    if os.waitpid(pid, 0)[1]:
+        sys.exit(f"{do.__name__} failed")
 
 
 def _write_toys(toys: dict[str, str]) -> None:

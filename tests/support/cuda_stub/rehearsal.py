@@ -127,7 +127,7 @@ class Rehearsal:
         }
         (self.root / "plan.json").write_text(json.dumps(plan))
         with (self.root / "output.txt").open("w") as output:
-            subprocess.run(
+            done = subprocess.run(
                 [
                     self._cuda.python,
                     "-m",
@@ -141,6 +141,7 @@ class Rehearsal:
                 timeout=_PATIENCE,
                 check=False,
             )
+        assert not done.returncode, (self.root / "output.txt").read_text()[-4000:]
 
     def _begin(self, job: Job) -> dict[str, Any]:
         if job.adapted_by is not None:

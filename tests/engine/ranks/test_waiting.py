@@ -189,4 +189,4 @@ def test_looking_at_the_data_ends_soon_after_the_wish(
     with pytest.raises(StoppedError, match="index"):
         prepare(run_context(spec, files, world, telemetry, stop_requested=lambda: True))
     telemetry.close()
-    assert len(looked) <= 1 + data_index._READERS < 24
+    assert len(looked) <= 1 + data_index.READERS < 24

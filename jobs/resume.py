@@ -195,9 +195,9 @@ _OF_CLASS_IMAGES: Final = (
 def _targets(old: JobSpec, spec: JobSpec, done: int, conflicts: ResumeConflicts) -> None:
     family, own = FAMILIES.get(spec.model_family), spec.lora_target_modules
     # With sound, more is trained: all of the model, or an adapter of more layers of LTX-2.
-    heard = family is not None and family.sound and spec.model_type == "full"
-    heard = heard or (family is not None and family.sound_layers and not own)
-    if heard and old.train_audio != spec.train_audio:
+    full = spec.model_type == "full"
+    more = family is not None and (family.sound if full else family.sound_layers and not own)
+    if more and old.train_audio != spec.train_audio:
         conflicts.impossible.append(_refusal("train_audio", old.train_audio, spec.train_audio))
     if spec.model_type != "lora" or old.model_type != "lora":
         return

@@ -90,7 +90,7 @@ def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
     global _file
     if location[0] != _file:
         _file = location[0]
-        gc.collect()  # what is frozen is collected no more
+        gc.collect()  # first, because nothing that is frozen is collected anymore
         gc.freeze()
 
 

@@ -156,7 +156,6 @@ class Family(ABC):
         self.blocks = self.facts.blocks_of(flavour)
         self._transformer = self.facts.transformer_of(flavour)
         self.last_frame = self.facts.needs_last_frame(flavour)
-        self._trained_shift = self.facts.trained_shift_of(flavour)
         self._flavour = flavour
         self.fps: float = fps or self.facts.defaults_of(flavour).get("fps", 25.0)
         self._index: Mapping[str, Any] = {}
@@ -382,7 +381,8 @@ class Family(ABC):
     def shift_of(self, height: int, width: int, frames: int = 1) -> float:
         """Return the shift of sigma in training, for latents of this size."""
         tokens = self.tokens_of(height, width, frames)
-        return shifts.trained_shift(self._trained_shift, self._schedule, tokens)
+        own = self.facts.trained_shift_of(self._flavour)
+        return shifts.trained_shift(own, self._schedule, tokens)
 
     def sampler_shift_of(self, height: int, width: int, frames: int = 1) -> float:
         """Return the shift of the stock pipeline's sampler, for latents of this size."""
@@ -390,7 +390,7 @@ class Family(ABC):
 
     def terminal(self) -> float:
         """Return the lowest sigma of draws with the scheduler's shift; usually 0."""
-        return shifts.terminal(self._trained_shift, self._schedule)
+        return shifts.terminal(self.facts.trained_shift_of(self._flavour), self._schedule)
 
     def tokens_of(self, height: int, width: int, frames: int = 1) -> int:
         """Return the number of the denoiser's tokens for latents of this size.

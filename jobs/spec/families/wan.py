@@ -12,10 +12,15 @@ WITH_FRAME: Final = 512
 """Tokens: where 2.1's image-to-video looks for the end of the text, behind CLIP's."""
 
 _EXPERTS = {"validation_guidance": T2V_GUIDANCE[0], "validation_num_inference_steps": 40}
-_I2V_EXPERTS = {"validation_guidance": 3.5, "validation_num_inference_steps": 40}
 _T2V = {"_class_name": "WanPipeline"}
 _I2V = {"_class_name": "WanImageToVideoPipeline"}
 
+_I2V_A14B: Final[dict[str, Any]] = {
+    "defaults": {"validation_guidance": 3.5, "validation_num_inference_steps": 40},
+    "marks": _I2V | {"boundary_ratio": 0.9},
+    "first_frame": True,
+    "needs_first_frame": True,
+}
 _VACE: Final[dict[str, Any]] = {
     "marks": {"_class_name": "WanVACEPipeline"},
     "references": References(fit=None, required=True, videos=True),
@@ -101,39 +106,27 @@ FAMILY = Family(
         ),
         "2.2-i2v-a14b-high": Flavour(
             "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
-            defaults=_I2V_EXPERTS,
             note="first frame to video, the expert for high noise",
-            marks=_I2V | {"boundary_ratio": 0.9},
-            first_frame=True,
-            needs_first_frame=True,
+            **_I2V_A14B,
         ),
         "2.2-i2v-a14b-low": Flavour(
             "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
             component="transformer_2",
-            defaults=_I2V_EXPERTS,
             note="first frame to video, the expert for low noise",
-            marks=_I2V | {"boundary_ratio": 0.9},
-            first_frame=True,
-            needs_first_frame=True,
+            **_I2V_A14B,
         ),
         "2.2-flf2v-a14b-high": Flavour(
             "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
-            defaults=_I2V_EXPERTS,
             note="the same expert for high noise, first and last frame to video",
-            marks=_I2V | {"boundary_ratio": 0.9},
-            first_frame=True,
-            needs_first_frame=True,
             last_frame=True,
+            **_I2V_A14B,
         ),
         "2.2-flf2v-a14b-low": Flavour(
             "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
             component="transformer_2",
-            defaults=_I2V_EXPERTS,
             note="the same expert for low noise, first and last frame to video",
-            marks=_I2V | {"boundary_ratio": 0.9},
-            first_frame=True,
-            needs_first_frame=True,
             last_frame=True,
+            **_I2V_A14B,
         ),
     },
     context_parallel=True,

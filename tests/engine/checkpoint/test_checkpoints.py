@@ -442,7 +442,7 @@ def test_what_is_written_is_what_was_when_it_was_asked_for(
     write = checkpoint.write
 
     def held(*arguments: Any) -> int:
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE)
         return write(*arguments)
 
     monkeypatch.setattr(saver_module, "write", held)
@@ -552,7 +552,7 @@ def test_a_save_that_another_rank_has_left_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = threading.Event()
-    monkeypatch.setattr(saver_module, "write", lambda *arguments: left.wait(60))
+    monkeypatch.setattr(saver_module, "write", lambda *arguments: left.wait(PATIENCE))
     monkeypatch.setattr(saver_module, "_RESCUE_SECONDS", 0.5)
     spec = toy_spec(toy, checkpointing_async=True)
     saver = saver_of(spec)
@@ -577,13 +577,15 @@ def test_closing_ends_the_thread_and_frees_the_copy(
     spec = toy_spec(toy, checkpointing_async=True)
     telemetry = Telemetry(run_dir, 0)
     saver = checkpoint.Saver(spec, run_dir, ALONE, telemetry)
-    before = threading.active_count()
+    before = set(threading.enumerate())
     saver.save(training_of(toy, spec))
     saver.finish()
     assert freed == [], "its memory is used again"
+    own = {one for one in set(threading.enumerate()) - before if one.name.startswith("save")}
+    assert len(own) == 1
     saver.close()
     assert freed == ["copy"]
-    assert threading.active_count() == before - 1
+    assert not any(one.is_alive() for one in own)
     telemetry.close()
 
 

@@ -68,6 +68,7 @@ from tests.support.engine.families import (
     without_sound,
 )
 from tests.support.engine.run_context import run_context
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -661,7 +662,7 @@ def test_an_image_is_written_while_the_next_one_is_encoded(
         return latents
 
     def written(key: str, tensors: dict[str, torch.Tensor]) -> None:
-        assert second.wait(30)
+        assert second.wait(PATIENCE)
         write(key, tensors)
 
     with (

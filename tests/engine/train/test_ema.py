@@ -11,6 +11,7 @@ import torch
 from engine.train import ema as ema_module
 from engine.train.ema import Ema, Follower, follow
 from tests.support.engine.toy_jobs import parameter
+from tests.support.waiting import PATIENCE
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -104,7 +105,7 @@ def test_an_average_in_host_memory_is_complete_before_anyone_looks(
     move = Follower._move
 
     def slowly(*words: Any) -> None:
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         move(*words)
 
     monkeypatch.setattr(Follower, "_move", slowly)

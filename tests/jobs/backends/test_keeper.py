@@ -80,8 +80,11 @@ def test_a_pause_is_not_idleness(
     """Suspended for longer than it may be idle: it looks before it leaves."""
     job = submit(store, job_spec)
     looks: list[int] = []
-    clock = itertools.count(step=1000.0)
-    monkeypatch.setattr("jobs.backends.keeper.time.monotonic", lambda: next(clock))
+    seconds = itertools.count(step=1000.0)
+    clock = SimpleNamespace(
+        monotonic=lambda: next(seconds), sleep=time.sleep, strftime=time.strftime
+    )
+    monkeypatch.setattr(runner, "time", clock)
 
     def look(_: Store) -> None:
         looks.append(1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pathlib
 import random
 import shutil
 import signal
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,8 +35,7 @@ from tests.support.tui.made_up_runs import add_job
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from jobs.hub.fetches import Fetch
     from jobs.queue.store import Job, Store
@@ -82,6 +82,41 @@ def tree_of(root: Path) -> dict[str, bytes]:
         for path in root.rglob("*")
         if path.is_file()
     }
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+@contextmanager
+def killed_at(number: int, root: Path, *changes: tuple[Any, str]) -> Iterator[list[Path]]:
+    """Raise `Killed` in place of one of these changes, and end the block with it.
+
+    Only changes below `root` count, because other threads of this process may write files too.
+
+    Yields:
+        The path whose change was killed; empty if there were fewer changes.
+    """
+    calls, killed = itertools.count(1), []
+
+    def kill(real: Callable[..., Any]) -> Callable[..., Any]:
+        def change(file: int | Path, *words: Any) -> Any:
+            path = Path(os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file)
+            if path.is_relative_to(root) and next(calls) == number:
+                killed.append(path)
+                raise Killed
+            return real(file, *words)
+
+        return change
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name in changes:
+            patch.setattr(place, name, kill(getattr(place, name)))
+        try:
+            yield killed
+        except Killed:
+            return
+    assert not killed, "it went on after it was killed"
 
 
 @pytest.mark.parametrize(
@@ -336,9 +371,7 @@ def test_earlier_copies_are_cleared_but_for_those_that_jobs_need(
     assert bucket.sent - sent == len(bucket.objects["cats/0.txt"])
 
 
-def test_a_killed_clearing_leaves_no_half_copy(
-    bucket: Objects, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_clearing_leaves_no_half_copy(bucket: Objects, store: Store) -> None:
     bucket.objects = cats(1)
     url = url_of(bucket)
     first = fetch(url)
@@ -346,26 +379,12 @@ def test_a_killed_clearing_leaves_no_half_copy(
     second = fetch(url)
     whole = tree_of(second)
     for last in itertools.count(1):
-        calls = itertools.count(1)
-        with monkeypatch.context() as patch:
-            for place, name in ((os, "replace"), (pathlib.Path, "unlink")):
-                real = getattr(place, name)
-
-                def change(
-                    *words: Any, real: Any = real, last: int = last, calls: Any = calls
-                ) -> Any:
-                    if next(calls) == last:
-                        raise Killed
-                    return real(*words)
-
-                patch.setattr(place, name, change)
-            try:
-                clear(store, ["old_stores"])
-            except Killed:
-                assert not url.has(first.parent.name) or last == 1
-                assert tree_of(second) == whole
-                continue
-        break
+        with killed_at(last, url.root, (os, "replace"), (Path, "unlink")) as killed:
+            clear(store, ["old_stores"])
+        if not killed:
+            break
+        assert not url.has(first.parent.name) or last == 1
+        assert tree_of(second) == whole
     assert last > 1
     assert sorted(path.name for path in url.root.glob("snapshots/*")) == [second.parent.name]
     assert len(list(url.root.glob("objects/*/*"))) == len(whole)
@@ -376,43 +395,23 @@ def test_a_killed_clearing_leaves_no_half_copy(
         assert stores.delete_outdated(url.root, ()) == [], "a fetch is under way"
 
 
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
-
-
 @pytest.mark.slow
-def test_killed_at_any_change_of_the_disk(bucket: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_any_change_of_the_disk(bucket: Objects) -> None:
     """The copy is then whole or none, and what was fetched is not fetched again."""
     bucket.objects = {key: value for key, value in cats(1).items() if key[-3:] in ("png", "txt")}
     del bucket.objects["cats/.hidden.png"]
     url, size = url_of(bucket), sum(map(len, bucket.objects.values()))
-    changes = ((os, "fsync"), (os, "replace"), (pathlib.Path, "symlink_to"))
+    changes = ((os, "fsync"), (os, "replace"), (Path, "symlink_to"))
     for last in itertools.count(1):
         shutil.rmtree(url.root, ignore_errors=True)
-        before, calls = bucket.sent, itertools.count(1)
-
-        def kill(real: Any, last: int = last, calls: Iterator[int] = calls) -> Any:
-            def change(*words: Any) -> Any:
-                if next(calls) == last:
-                    raise Killed
-                return real(*words)
-
-            return change
-
-        with monkeypatch.context() as patch:
-            for place, name in changes:
-                patch.setattr(place, name, kill(getattr(place, name)))
-            try:
-                fetch(url)
-            except Killed:
-                survived = False
-            else:
-                survived = True
+        before = bucket.sent
+        with killed_at(last, url.root, *changes) as killed:
+            fetch(url)
         folder = url.find()
         assert folder is None or tree_of(folder) == bucket.objects
         assert tree_of(fetch(url)) == bucket.objects
         assert bucket.sent - before == size
-        if survived:
+        if not killed:
             break
     assert last > 10
 
@@ -460,7 +459,7 @@ def test_a_killed_fetch_continues_within_its_objects(bucket: Objects, seed: int)
         fetches.start(url)
         eventually(lambda: bucket.held)
         # All ranges that were sent to their end get to the disk; the others are held.
-        eventually(lambda: stores.bytes_there(url) == whole_bytes(), seconds=20)
+        eventually(lambda: stores.bytes_there(url) == whole_bytes())
         now = fetches.look_at(url)
         assert now is not None
         os.kill(now.pid, signal.SIGKILL)

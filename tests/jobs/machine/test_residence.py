@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -148,10 +148,17 @@ def test_a_rank_that_writes_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run_dir = RunDir(tmp_path)
     run_dir.create()
     beat(run_dir, 1.0)
-    monkeypatch.setattr(attempt.time, "sleep", lambda seconds: beat(run_dir, time.monotonic()))
+    now, beating = 0.0, True
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if beating:
+            beat(run_dir, now)
+
+    monkeypatch.setattr(attempt, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     assert attempt.beats(run_dir)
-    monkeypatch.setattr(attempt, "_BEAT_WINDOW", 0.2)
-    monkeypatch.setattr(attempt.time, "sleep", lambda seconds: None)
+    beating = False
     assert not attempt.beats(run_dir)
 
 

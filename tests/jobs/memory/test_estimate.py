@@ -133,7 +133,7 @@ def test_it_ends_with_whoever_started_it_however_that_ends() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    said, _ = killed.communicate(timeout=60)
+    said, _ = killed.communicate(timeout=PATIENCE)
     pid = int(said)
     # It reads the end of its input as soon as it is scheduled; nothing else ends it.
     ended = threading.Event()

@@ -30,7 +30,7 @@ from jobs.spec.rules.strategy import AS_ASKED, Room, Whole, chosen_strategy, lau
 from tests.support.jobs.fake_memory import GIB, predict
 from tests.support.paths import FAKE_MEMORY
 from tests.support.tui.made_up_runs import add_job, append_events, write_rank
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE, eventually
 from tui.cli.job.show import show
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ def simple(**peaks: int) -> Predicted:
     return Predicted.of(values)
 
 
+def predicting() -> list[threading.Thread]:
+    """The threads that predict beside a run; each test waits for its own."""
+    return [thread for thread in threading.enumerate() if thread.name == "predict"]
+
+
 # -- kept ----------------------------------------------------------------------------------
 
 
@@ -80,15 +85,15 @@ def test_what_is_known_is_there_when_the_run_begins(tmp_path: Path) -> None:
     found, run_dir = known(job(), "fsdp2", 2), RunDir(tmp_path)
     calibration.keep(run_dir, job(), "fsdp2", 2, on_gpus=True)
     assert calibration.read(run_dir) == found
-    assert "predict" not in {thread.name for thread in threading.enumerate()}
+    assert predicting() == []
 
 
 def test_what_is_not_known_is_predicted_beside_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     calibration.keep(run_dir, job(), "ddp", 2, on_gpus=True)
-    for thread in threading.enumerate():
-        if thread.name == "predict":
-            thread.join(60)
+    for thread in predicting():
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
     found = calibration.read(run_dir)
     assert found is not None
     assert (found.strategy, found.ranks) == ("ddp", 2)
@@ -123,7 +128,7 @@ def test_a_prediction_ends_with_its_supervisor(tmp_path: Path) -> None:
 
 def test_ranks_that_need_the_processors_get_none(tmp_path: Path) -> None:
     calibration.keep(RunDir(tmp_path), job(), "ddp", 2, on_gpus=False)
-    assert "predict" not in {thread.name for thread in threading.enumerate()}
+    assert predicting() == []
     assert not calibration.path_of(RunDir(tmp_path)).exists()
 
 
@@ -140,9 +145,9 @@ def test_no_start_fails_of_it(tmp_path: Path, values: dict[str, Any]) -> None:
     run_dir = RunDir(tmp_path)
     (tmp_path / "prediction.json").write_text("of an attempt before")
     calibration.keep(run_dir, job(**values), "fsdp2", 2, on_gpus=True)
-    for thread in threading.enumerate():
-        if thread.name == "predict":
-            thread.join(60)
+    for thread in predicting():
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
     assert calibration.read(run_dir) is None
     calibration.keep(RunDir(tmp_path / "gone"), job(), "fsdp2", 2, on_gpus=False)
 

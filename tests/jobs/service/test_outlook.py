@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -208,15 +209,16 @@ def test_within_a_few_seconds_the_outlook_is_the_same(
 ) -> None:
     running = job_like(store, State.RUNNING)
     write_steps(running, 40, seconds=2.0)
-    forecast, now = Forecast(), time.monotonic()
-    monkeypatch.setattr("jobs.service.outlook.time.monotonic", lambda: now)
+    forecast, now = Forecast(), 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    monkeypatch.setattr("jobs.service.outlook.time", clock)
     jobs, far = store.all(), progress_of(store, store.all())
     first = forecast.look(store, jobs, far, [])
     later = far | {running.id: Progress(60, eta=80.0)}
     assert forecast.look(store, jobs, later, []) is first
-    monkeypatch.setattr("jobs.service.outlook.time.monotonic", lambda: now + 3.0)
+    now += 3.0
     assert forecast.look(store, jobs, far, []) is first, "nothing has changed"
-    monkeypatch.setattr("jobs.service.outlook.time.monotonic", lambda: now + 6.0)
+    now += 3.0
     assert forecast.look(store, jobs, later, []).all_done == 80.0
     queued = job_like(store)
     assert queued.id in forecast.look(store, store.all(), far, []).jobs, "a change counts at once"

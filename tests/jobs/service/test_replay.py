@@ -19,6 +19,7 @@ from jobs.service.replay import replay, replay_facts
 from jobs.spec.file.flags import parse_flags
 from jobs.spec.file.load import load_spec
 from jobs.spec.rules.strategy import STRATEGY_VARIABLE
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_shell_makes_the_files_and_gets_the_whole_line(submitted: Job, tmp_pat
         capture_output=True,
         text=True,
         check=True,
-        timeout=30,
+        timeout=PATIENCE,
         env={"PATH": f"{bin_}:/usr/bin:/bin"},
     )
     facts = replay_facts(submitted, "accelerate")

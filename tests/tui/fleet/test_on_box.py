@@ -154,9 +154,10 @@ def number(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def test_a_signal_ends_ssh_too(boxes: FakeBoxes, number: int) -> None:
     boxes.script("echoes", 'echo $$ > "$FSDP_TUI_HOME.pid"; exec sleep 6000')
+    file = boxes.root / "echo.pid"
 
     def end() -> None:
-        eventually((boxes.root / "echo.pid").exists)
+        eventually(lambda: file.exists() and file.read_text().endswith("\n"))
         os.kill(os.getpid(), number)
 
     ending = threading.Thread(target=end, daemon=True)
@@ -165,7 +166,7 @@ def test_a_signal_ends_ssh_too(boxes: FakeBoxes, number: int) -> None:
         run("--on", "echo", "list")
     ending.join()
     assert ended.value.code == 128 + number
-    pid = int((boxes.root / "echo.pid").read_text())
+    pid = int(file.read_text())
     eventually(lambda: not psutil.pid_exists(pid))
     assert signal.getsignal(number) is signal.SIG_DFL
 

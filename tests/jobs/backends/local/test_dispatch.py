@@ -221,7 +221,8 @@ def test_a_supervisor_that_never_came_is_replaced_after_a_while(
     dispatch(store)
     assert started == [job]
     later = time.time() + dispatching._SUPERVISOR_STARTS_WITHIN + 1
-    monkeypatch.setattr(dispatching.time, "time", lambda: later)
+    clock = SimpleNamespace(time=lambda: later, monotonic=time.monotonic)
+    monkeypatch.setattr(dispatching, "time", clock)
     assert needs_attention(store)
     dispatch(store)
     assert started == [job, job]

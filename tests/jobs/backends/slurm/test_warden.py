@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -301,7 +302,7 @@ def test_a_warden_that_waits_for_slurm_beats_and_ends_when_told(
             raise_fence(job.run_dir.root, "1.1")
 
     slurm.away()
-    monkeypatch.setattr(ranks.time, "sleep", sleep)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     monkeypatch.setattr(warden, "BEAT_EVERY", 0.0)
     attempt = Attempt(load_spec(job.run_dir.job_file), "srun", None, None, 0, 0, 0)
     monkeypatch.setattr(ranks, "start_step", lambda *args: attempt)

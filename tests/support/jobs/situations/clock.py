@@ -7,6 +7,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.support.waiting import PATIENCE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
 STEP: Final = 1.0
 """Seconds that each sleep takes at least, as on a busy machine: fewer looks, and a quicker test."""
 _UNIX: Final = 1e9  # what the clock on the wall shows at the beginning, less `now`
-_PATIENCE: Final = 60.0  # real seconds for the supervisor to take one look
 
 
 class AbandonedError(BaseException):
@@ -100,7 +101,7 @@ class PlayedClock:
             return
         self.now = max(self.now, self.wakes)
         self._turn_of_thread.release()
-        assert self._turn_of_test.acquire(timeout=_PATIENCE), (
+        assert self._turn_of_test.acquire(timeout=PATIENCE), (
             "the supervisor neither sleeps nor ends"
         )
 
@@ -118,4 +119,4 @@ class PlayedClock:
         self._abandoned = True
         if self._thread is not None and not self.ended:
             self._turn_of_thread.release()
-            self._thread.join(_PATIENCE)
+            self._thread.join(PATIENCE)

@@ -6,9 +6,11 @@ import gc
 import io
 import json
 import os
+import random
 import signal
 import struct
 import sys
+import threading
 import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,10 +20,10 @@ from hypothesis import HealthCheck, settings
 from PIL import Image
 
 from tests.support.jobs.fakes.supervise import start_nothing, stop_server
-from tests.support.left_over import end_all_of, name_of, processes_of
+from tests.support.left_over import end_all_of, name_of, processes_of, threads_since
 from tests.support.order import SLOWEST_FIRST
 from tests.support.paths import FAKE_MEMORY, ROOT
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, eventually
 
 # Before anything imports torch: two test files and their ranks share the machine, and threads that
 # wait for each other on busy cores take many times as long as one.
@@ -92,6 +94,27 @@ def pytest_runtest_logstart(location: tuple[str, int | None, str]) -> None:
         _file = location[0]
         gc.collect()  # first, because nothing that is frozen is collected anymore
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Draw the same random numbers in a test, whatever tests this process has run before."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):  # not of its GPUs, which would be asked for each time
+        torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_outlives_its_test() -> Iterator[None]:
+    """Wait for the threads of a test, because they would work into the next one, and its patches.
+
+    A test fails if it leaves one that does not end.
+    """
+    before = set(threading.enumerate())
+    yield
+    eventually(lambda: not threads_since(before), told=lambda: threads_since(before))
 
 
 @pytest.fixture

@@ -1,12 +1,21 @@
-"""Processes that tests have started, however they came to be: found, and ended for certain."""
+"""Processes and threads that tests have started, however they came to be."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from jobs.machine.processes import ProcessId, end
+from tests.support.paths import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_PACKAGES: Final = tuple(f"{ROOT / name}{os.sep}" for name in ("jobs", "tui", "engine"))
 
 
 def processes_of(folder: Path) -> list[ProcessId]:
@@ -59,3 +68,22 @@ def name_of(process: ProcessId) -> str:
         line = Path(f"/proc/{process.pid}/cmdline").read_bytes().replace(b"\0", b" ")
         return f"{process.pid} {line.decode(errors='replace')}"
     return f"{process.pid} ?"
+
+
+def threads_since(before: Collection[threading.Thread]) -> list[str]:
+    """Name the threads that started since and are in our code, and where they are.
+
+    Threads of libraries may stay: a server's connections, an event loop, idle workers of a pool.
+    """
+    since = [thread for thread in threading.enumerate() if thread not in before]
+    if not since:
+        return []
+    frames, found = sys._current_frames(), []
+    for thread in since:
+        frame = frames.get(thread.ident or 0)
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(_PACKAGES):
+                found.append(f"{thread.name}: {frame.f_code.co_filename}:{frame.f_lineno}")
+                break
+            frame = frame.f_back
+    return found

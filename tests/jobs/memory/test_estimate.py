@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -855,7 +856,13 @@ def test_what_a_self_test_found_beside_tensors_takes_the_place_of_what_is_assume
 
 @pytest.fixture
 def _faked(home: Path, no_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict nothing, on a machine whose free memory and disk do not change meanwhile."""
     monkeypatch.setattr(question, "COMMAND", COMMAND)
+    memory = SimpleNamespace(total=64 << 30, available=60 << 30)
+    monkeypatch.setattr(
+        "jobs.memory.estimate.psutil", SimpleNamespace(virtual_memory=lambda: memory)
+    )
+    monkeypatch.setattr("jobs.memory.estimate._free", lambda path: 200 << 30)
 
 
 def run(*words: str) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Final
@@ -26,9 +27,11 @@ if TYPE_CHECKING:
 
     from engine.families.shared.base import Sound
 
-_CODEC: Final = "libx264"
+# Visually lossless, the best first. Builds of FFmpeg without GPL parts lack the first; all have the
+# last, which players know but browsers do not.
+_ENCODERS: Final = {"libx264": {"crf": "14"}, "mpeg4": {"qmin": "1", "qmax": "2"}}
+_BEST: Final = next(iter(_ENCODERS))
 _SOUND_CODEC: Final = "aac"
-_QUALITY: Final = {"crf": "14"}  # visually lossless
 
 
 def sample_name(number: int) -> str:
@@ -83,20 +86,40 @@ def _replace(path: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def write_video(frames: Sequence[Image], fps: float, path: Path, sound: Sound | None) -> None:
-    """Write H.264 and AAC, which every player knows.
+def video_encoder() -> tuple[str, str]:
+    """Return the best encoder of PyAV's FFmpeg, and a note for the log if it is not the usual one.
 
     Raises:
-        OSError: It cannot be written, or the library that does it is not installed.
+        OSError: PyAV is not installed, or its FFmpeg has no encoder that we know.
     """
     try:
         import av
     except ImportError:
         raise OSError("videos need PyAV: pip install 'fsdp-tui[video]'") from None
+    for name in _ENCODERS:
+        with suppress(av.codec.codec.UnknownCodecError):
+            av.Codec(name, "w")
+            note = f"PyAV has no {_BEST} here: videos are in {name}, which browsers may not play"
+            return name, "" if name == _BEST else note
+    raise OSError(
+        f"PyAV's FFmpeg has none of the encoders {', '.join(_ENCODERS)}: "
+        "pip install --force-reinstall --only-binary av av"
+    )
+
+
+def write_video(frames: Sequence[Image], fps: float, path: Path, sound: Sound | None) -> None:
+    """Write H.264 (or what else this FFmpeg encodes) and AAC.
+
+    Raises:
+        OSError: It cannot be written, or the library that does it is not installed.
+    """
+    encoder, _ = video_encoder()
+    import av
+
     try:
         with av.open(str(path), "w", format="mp4") as file:
             stream: Any = file.add_stream(
-                _CODEC, rate=Fraction(fps).limit_denominator(1001), options=_QUALITY
+                encoder, rate=Fraction(fps).limit_denominator(1001), options=_ENCODERS[encoder]
             )
             # Half as many pixels of colour each way: sides are even, as all families' are.
             stream.width, stream.height = frames[0].size
@@ -114,7 +137,7 @@ def write_video(frames: Sequence[Image], fps: float, path: Path, sound: Sound | 
                 whole.time_base = Fraction(1, sound.rate)
                 file.mux(audio.encode(whole))
                 file.mux(audio.encode())
-    except (ValueError, av.FFmpegError) as error:  # such as a build without this codec
+    except (ValueError, av.FFmpegError) as error:  # such as a full disk
         raise OSError(str(error)) from error
 
 

@@ -24,7 +24,7 @@ from engine.model.precision import autocast, compute_dtype
 from engine.model.release import give_back
 from engine.parallel.sharding import reshard
 from engine.sample.frozen_denoiser import find_other_expert, second_denoisers
-from engine.sample.sample_files import sample_name, write_sample
+from engine.sample.sample_files import sample_name, video_encoder, write_sample
 from jobs.errors import NotFiniteError
 from jobs.spec.keys.prompts import SampleRequest, requests_of
 from jobs.spec.rules.averages import has_average
@@ -185,6 +185,13 @@ class Sampler:
     run: RunContext
     data: Prompts
     numbers: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        """Say in the log, once, if videos are not encoded as usual."""
+        moving = any(request.frames > 1 for request in requests_of(self.run.spec))
+        with suppress(OSError):  # which each video that cannot be written says
+            if moving and (note := video_encoder()[1]):
+                self.run.telemetry.pass_on(note)
 
     @torch.no_grad()
     def sample(self, transformer: Any, target: Path, step: int) -> list[str]:

@@ -6,9 +6,9 @@ are the same for any length of the set.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -188,8 +188,12 @@ def write_layers(data_dir: Path, *, count: int, size: int, seed: int) -> None:
 
 
 def makes_videos() -> bool:
-    """Return whether PyAV, which writes videos, is installed."""
-    return importlib.util.find_spec("av") is not None
+    """Return whether PyAV, which writes videos, is installed, with an encoder that we know."""
+    from engine.sample.sample_files import video_encoder
+
+    with suppress(OSError):
+        return bool(video_encoder())
+    return False
 
 
 def write_videos(

@@ -13,6 +13,7 @@ from jobs.errors import StateError, UserError
 from jobs.hub.stores import delete_outdated, outdated_files
 from jobs.models import blocks
 from jobs.paths import cache_home
+from jobs.queue.neighbors import find_neighbors
 from jobs.queue.states import ACTIVE, State
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.hub_names import read_pins
@@ -91,7 +92,8 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
 
     Raises:
         UserError: There is no such cache, or a file cannot be deleted.
-        StateError: A running job may be using one of them; nothing was deleted.
+        StateError: A running job may be using one of them, also a job of another state directory
+            that shares the cache; nothing was deleted.
     """
     chosen = _valid_names(names)
     if not force:
@@ -99,7 +101,7 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
     size = count = 0
     stuck: list[OSError] = []
     if _OLD in chosen:
-        size, count = _clear_old(store, stuck)
+        size, count = _clear_old(store, stuck, force=force)
     for name in chosen:
         for path in _files(name):
             try:
@@ -121,10 +123,10 @@ def clear(store: Store, names: Sequence[str], *, force: bool = False) -> Cleared
     return Cleared(tuple(chosen), size, count)
 
 
-def _clear_old(store: Store, stuck: list[OSError]) -> tuple[int, int]:
+def _clear_old(store: Store, stuck: list[OSError], *, force: bool) -> tuple[int, int]:
     """Delete earlier copies; return their bytes and files, and add what cannot be deleted."""
     sizes: list[int] = []
-    for root, kept in _stores(store):
+    for root, kept in _stores(store, force=force):
         try:
             sizes += delete_outdated(root, kept)
         except OSError as error:
@@ -132,14 +134,19 @@ def _clear_old(store: Store, stuck: list[OSError]) -> tuple[int, int]:
     return sum(sizes), len(sizes)
 
 
-def _stores(store: Store) -> list[tuple[Path, set[str]]]:
+def _stores(store: Store, *, force: bool = False) -> list[tuple[Path, set[str]]]:
     """Return the directory of each address, and the copies that unfinished jobs started with.
 
     A job that is queued for the first time will read the newest one. Where it is unknown what a job
-    reads, there is no directory.
+    reads, there is no directory, unless `force` asks for those of unknown state directories.
     """
     read: dict[Path, set[str]] = {}
-    for job in store.all():
+    every = store.all()
+    for neighbor in find_neighbors(store.home):
+        if neighbor.jobs is None and not force:
+            return []
+        every += neighbor.jobs or []
+    for job in every:
         if job.state is State.COMPLETED:
             continue
         pins = read_pins(job.run_dir.root)
@@ -163,15 +170,28 @@ def _valid_names(names: Sequence[str]) -> list[str]:
 
 
 def _check_unused(store: Store, names: Sequence[str]) -> None:
+    neighbors = find_neighbors(store.home)
+    read = [name for name in names if name != "detection"]  # which is made again in seconds
+    unknown = next((neighbor for neighbor in neighbors if neighbor.jobs is None), None)
+    if read and unknown is not None:
+        raise StateError(
+            f"jobs of the state directory {unknown.name} may be using the cache {read[0]}, and "
+            "cannot be seen from here",
+            f"if it is gone, delete {unknown.record}; or use `fsdp-tui cache clear --force`",
+        )
     if set(names) <= set(_NOT_FOR_JOBS):
         return
     service.refresh(store)  # a job without processes uses nothing
-    for job in store.in_states(ACTIVE):
-        if used := [name for name in names if _may_use(job, name)]:
-            raise StateError(
-                f"job {job.id} “{job.name}” is {job.state} and may be using the cache {used[0]}",
-                f"stop it first (`fsdp-tui stop {job.id}`), or run `fsdp-tui cache clear --force`",
-            )
+    there = [(job, f" of {each.home}") for each in neighbors for job in each.jobs or []]
+    for job, where in [*((job, "") for job in store.in_states(ACTIVE)), *there]:
+        if job.state not in ACTIVE or not (used := [n for n in names if _may_use(job, n)]):
+            continue
+        home = f"FSDP_TUI_HOME={job.run_dir.root.parent.parent} " if where else ""
+        stop = f"stop it first (`{home}fsdp-tui stop {job.id}`)"
+        raise StateError(
+            f"job {job.id} “{job.name}”{where} is {job.state} and may be using the cache {used[0]}",
+            f"{stop}, or run `fsdp-tui cache clear --force`",
+        )
 
 
 def _may_use(job: Job, name: str) -> bool:

@@ -21,6 +21,7 @@ from jobs.machine.processes import ProcessId
 from jobs.machine.residence import elsewhere, residence
 from jobs.memory.calibration import keep
 from jobs.preflight.check_job import check, check_here
+from jobs.queue.neighbors import record_home
 from jobs.run.rundir import read_json, write_atomic
 from jobs.spec.file.load import load_spec
 from jobs.spec.values.hub_names import pin_snapshots
@@ -182,6 +183,7 @@ def launch(job: Job, restarts: int = 0) -> Attempt:
         check_here(spec)
         forget(run_dir)
     pin_snapshots(names_in(spec), run_dir.root)
+    record_home(run_dir)
     started = build_launch(spec, run_dir, gpus=job.gpus, run_id=job.run_id)
     write_atomic(run_dir.accelerate_file, yaml.safe_dump(started.config, sort_keys=False))
     offset = run_dir.events.stat().st_size if run_dir.events.exists() else 0

@@ -26,6 +26,7 @@ from jobs.hub.wanted import names_in
 from jobs.launch import auto_room, loopback_variables, rank_variables, versions
 from jobs.machine import devices, processes
 from jobs.memory.calibration import keep
+from jobs.queue.neighbors import record_home
 from jobs.queue.states import State
 from jobs.run.fence import FENCE_VARIABLE, taken_over
 from jobs.run.rundir import event, read_json, read_tail, write_atomic
@@ -280,6 +281,7 @@ def start_step(
     before = read_json(run_dir.launch_file) or {}
     run_dir.forget_attempt()
     pin_snapshots(names_in(spec), run_dir.root)
+    record_home(run_dir)
     strategy, reason = _strategy(spec, before)
     address = spec.main_process_ip or socket.gethostname()
     environment = rank_variables(spec, run_dir, run_id, strategy, reason, on_gpus=on_gpus(spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine import families
+from engine.data.read.videos import frames_at, has_sound, inspect_video, read_frames
 from engine.families.shared.base import Sound
 from engine.ranks.telemetry import Telemetry
 from engine.ranks.world import World
@@ -23,8 +25,10 @@ from engine.run_job import build_model, run_job
 from engine.sample.sample_files import write_sample
 from engine.sample.sampler import Forwards, Sampler, rounds_of
 from engine.toy.components.weights import one_thread
+from engine.toy.images import makes_videos, write_videos
 from jobs.errors import NotFiniteError
 from jobs.run.rundir import RunDir
+from jobs.spec.job_spec import JobSpec
 from tests.support.engine.run_context import run_context
 from tests.support.engine.toy_jobs import toy_spec
 
@@ -422,7 +426,23 @@ def test_sampling_changes_nothing_of_the_training(train: Any) -> None:
     assert len(steps(plain)) == 3
 
 
-def test_a_video_is_an_mp4_with_its_middle_frame_beside_it(tmp_path: Path) -> None:
+@pytest.fixture
+def _without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide encoders of PyAV, as builds of FFmpeg without them do."""
+    av = pytest.importorskip("av")
+    codec = av.Codec
+
+    def find(name: str, mode: str) -> Any:
+        return codec("hidden" if name in request.param else name, mode)
+
+    monkeypatch.setattr(av, "Codec", find)
+
+
+@pytest.mark.parametrize(
+    ("_without", "codec"), [((), "h264"), (("libx264",), "mpeg4")], indirect=["_without"]
+)
+@pytest.mark.usefixtures("_without")
+def test_a_video_is_an_mp4_with_its_middle_frame_beside_it(tmp_path: Path, codec: str) -> None:
     av = pytest.importorskip("av")
     frames = [Image.new("RGB", (32, 16), (20 * n, 0, 0)) for n in range(9)]
     path = tmp_path / "00.png"
@@ -431,11 +451,54 @@ def test_a_video_is_an_mp4_with_its_middle_frame_beside_it(tmp_path: Path) -> No
     with av.open(str(path.with_suffix(".mp4"))) as video:
         stream = video.streams.video[0]
         assert stream.average_rate == 16
+        assert stream.codec.canonical_name == codec
         shown = [frame.to_ndarray(format="rgb24") for frame in video.decode(stream)]
     assert len(shown) == 9
     for wanted, got in zip(frames, shown, strict=True):
         assert np.abs(np.asarray(wanted, int) - got).max() <= 8
     assert sorted(p.name for p in tmp_path.iterdir()) == ["00.json", "00.mp4", "00.png"]
+
+
+@pytest.mark.parametrize(
+    ("_without", "notes"),
+    [((), 0), (("libx264",), 1), (("libx264", "mpeg4"), 0)],
+    indirect=["_without"],
+)
+@pytest.mark.usefixtures("_without")
+def test_another_encoder_is_named_once_in_the_log(notes: int) -> None:
+    told: list[str] = []
+    spec = JobSpec(
+        model_family="wan",
+        pretrained_model_name_or_path="m",
+        dataset="d",
+        validation_prompts=["a", "b"],
+        validation_num_frames=5,
+    )
+    run: Any = SimpleNamespace(spec=spec, telemetry=SimpleNamespace(pass_on=told.append))
+    Sampler(run, run)
+    assert len(told) == notes
+    assert all("libx264" in note and "mpeg4" in note for note in told)
+    run.spec = spec.model_copy(update={"validation_num_frames": 1})
+    Sampler(run, run)
+    assert len(told) == notes, "a still image needs no encoder"
+
+
+@pytest.mark.parametrize("_without", [("libx264",), ("libx264", "mpeg4")], indirect=True)
+@pytest.mark.usefixtures("_without")
+def test_toys_videos_are_read_whatever_encodes_them(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    hidden = request.node.callspec.params["_without"]
+    assert makes_videos() is ("mpeg4" not in hidden)
+    if makes_videos():
+        write_videos(tmp_path, count=1, size=32, seed=0, fps=16.0, sound=True)
+        (video,) = tmp_path.glob("*.mp4")
+        seen = read_frames(video, fps=16.0, frames=frames_at(inspect_video(video), 16.0))
+        assert len(seen) > 1
+        assert has_sound(video)
+    else:
+        with pytest.raises(OSError, match="has none of the encoders"):
+            write_videos(tmp_path, count=1, size=32, seed=0, fps=16.0)
 
 
 def test_a_videos_sound_is_in_its_mp4(tmp_path: Path) -> None:

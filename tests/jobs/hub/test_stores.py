@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from jobs import service
-from jobs.errors import SpecError
+from jobs.errors import SpecError, StateError
 from jobs.hub import fetch as fetching
 from jobs.hub import fetches, listing, stores
 from jobs.hub.trouble import HubError, explain
 from jobs.hub.wanted import ask_sizes, find_missing, names_in, question
-from jobs.machine import file_lock
+from jobs.machine import file_lock, residence
+from jobs.machine.residence import Residence
+from jobs.paths import cache_home
 from jobs.preflight.data import check_dataset
+from jobs.queue import neighbors
+from jobs.queue.neighbors import record_home
 from jobs.queue.states import State
+from jobs.queue.store import Store
 from jobs.service.caches import clear, list_caches
 from jobs.service.plan import plan_submit
 from jobs.spec.file.load import load_spec
@@ -38,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from jobs.hub.fetches import Fetch
-    from jobs.queue.store import Job, Store
+    from jobs.queue.store import Job
 
 _SMALL = 1000  # bytes of a range in these tests
 
@@ -369,6 +374,94 @@ def test_earlier_copies_are_cleared_but_for_those_that_jobs_need(
     bucket.objects["cats/0.txt"] = b"caption of a job that is completed"
     assert tree_of(fetch(url)) == contents[0]
     assert bucket.sent - sent == len(bucket.objects["cats/0.txt"])
+
+
+def _neighbor(path: Path, state: State, url: StoreUrl) -> tuple[Store, Job]:
+    """Another state directory that shares the cache, with a job that began."""
+    path.mkdir()
+    store = Store(path)
+    job = _began(store, state, url)
+    record_home(job.run_dir)
+    return store, job
+
+
+@pytest.mark.parametrize("state", [State.RUNNING, State.STOPPED, State.QUEUED, State.COMPLETED])
+def test_what_jobs_of_another_state_directory_read_is_kept(
+    bucket: Objects, store: Store, tmp_path: Path, state: State
+) -> None:
+    bucket.objects = cats(1)
+    url = url_of(bucket)
+    old = fetch(url)
+    other, job = _neighbor(tmp_path / "other", state, url)
+    record_home(_began(store, State.COMPLETED, url).run_dir)
+    bucket.objects["cats/0.txt"] = b"another"
+    new, content = fetch(url), tree_of(old)
+    before = other.path.read_bytes()
+    clear(store, ["old_stores"])
+    assert old.exists() is (state is not State.COMPLETED)
+    assert new.exists()
+    if state is not State.COMPLETED:
+        assert tree_of(old) == content
+    if state is State.RUNNING:
+        with pytest.raises(StateError, match=rf"job {job.id} .* of {other.home} is running and ma"):
+            clear(store, ["stores"])
+    assert other.path.read_bytes() == before, "it is another's"
+    clear(store, ["stores"], force=state is State.RUNNING)
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("unknown", ["elsewhere", "newer", "unreadable", "another volume"])
+def test_a_state_directory_that_cannot_be_read_from_here_may_have_jobs(
+    bucket: Objects,
+    store: Store,
+    tmp_path: Path,
+    unknown: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket.objects = cats(1)
+    url = url_of(bucket)
+    old, there = fetch(url), Residence("boot", "1", "box", "m")
+    with monkeypatch.context() as patch:
+        if unknown == "elsewhere":
+            patch.setattr(neighbors, "residence", lambda: there)
+            patch.setattr(residence, "is_shared", lambda path: True)
+        other, _ = _neighbor(tmp_path / "other", State.STOPPED, url)
+    bucket.objects["cats/0.txt"] = b"another"
+    fetch(url)
+    (record,) = (cache_home() / "state_directories").iterdir()
+    if unknown == "elsewhere":
+        monkeypatch.setattr(residence, "is_shared", lambda path: True)
+    elif unknown == "newer":
+        with other.connect() as db:
+            db.execute("PRAGMA user_version=1000")
+    elif unknown == "unreadable":
+        other.path.write_bytes(b"?" * 4096)
+    else:
+        facts = json.loads(record.read_text())
+        record.write_text(json.dumps(facts | {"inode": facts["inode"] + 1}))
+    for names in (["old_stores"], ["latents"], []):
+        with pytest.raises(StateError, match="cannot be seen from here; if it is gone, delete"):
+            clear(store, names)
+    assert {cache.name: cache.files for cache in list_caches(store)}["old_stores"] == 0
+    assert old.exists()
+    clear(store, ["detection"])
+    assert clear(store, ["old_stores"], force=True).files
+    assert not old.exists()
+
+
+def test_a_state_directory_that_was_deleted_is_forgotten(
+    bucket: Objects, store: Store, tmp_path: Path
+) -> None:
+    bucket.objects = cats(1)
+    url = url_of(bucket)
+    old = fetch(url)
+    other, _ = _neighbor(tmp_path / "other", State.STOPPED, url)
+    bucket.objects["cats/0.txt"] = b"another"
+    fetch(url)
+    shutil.rmtree(other.home)
+    clear(store, ["old_stores"])
+    assert not old.exists()
+    assert not list((cache_home() / "state_directories").iterdir())
 
 
 def test_a_killed_clearing_leaves_no_half_copy(bucket: Objects, store: Store) -> None:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from jobs.queue.neighbors import find_neighbors
 from jobs.run.events import Validation
 from jobs.run.hang import SAVE_STEP
 from jobs.run.rundir import RunDir
 from tests.support.jobs.situations.rig import FAILURE_GRACE, GRACE, HANG, LATE, TERM_GRACE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.jobs.situations.rig import Rig
 
     Signals = list[tuple[str, tuple[int, ...]]]
@@ -22,6 +25,14 @@ if TYPE_CHECKING:
 BOTH = (0, 1)
 TERM, KILL, USR1 = ("TERM", BOTH), ("KILL", BOTH), ("USR1", BOTH)
 A_LONG_TIME = 150.0  # seconds, more than all graces together
+
+
+def test_a_job_that_starts_is_seen_by_who_clears_the_cache(rig: Rig, tmp_path: Path) -> None:
+    """From any other state directory that has the same cache."""
+    (seen,) = find_neighbors(tmp_path)
+    assert seen.jobs is not None
+    assert [job.run_dir.root for job in seen.jobs] == [rig.job.run_dir.root]
+    assert find_neighbors(seen.home) == []
 
 
 # -- a person stops a job --------------------------------------------------------------------

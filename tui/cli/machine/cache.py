@@ -43,7 +43,8 @@ def list_command(as_json: bool) -> None:
 def clear(names: tuple[str, ...], force: bool, yes: bool, as_json: bool) -> None:
     """Clear the caches with these names (default: all).
 
-    Jobs rebuild what they need. Refused while a job may be using a cache.
+    Jobs rebuild what they need. Refused while a job may be using a cache, also one of another state
+    directory that shares it.
     """
     if not yes and sys.stdin.isatty():
         click.confirm(f"clear {', '.join(names) or 'all caches'}?", abort=True)

@@ -31,6 +31,7 @@ _LARGEST_INT8: Final = 127.0
 _EXPONENT: Final = 0x7F800000  # these bits of fp32 alone are a power of two
 _SMALLEST: Final = 2.0**-100  # of a row's largest number, so that no scale is zero
 _AT_ONCE: Final = 2**22  # bytes of nf4 that torch unpacks together, by indices of 16 MiB
+_INDEX: Final = 4  # bytes
 _FIRST: Final = (8, 0)  # compute capability that has bf16
 NF4_BLOCK: Final = 64  # weights that share a scale, along a row
 
@@ -67,10 +68,12 @@ class Packing:
     Attributes:
         scheme: Its name there.
         scaled: Whether products are computed in fp8, for which their inputs are rounded too.
+        traced: Whether it is only counted what unpacking on a GPU takes.
     """
 
     scheme: BasePrecision
     scaled: bool = False
+    traced: bool = False
 
     @property
     def per_byte(self) -> int:
@@ -134,7 +137,7 @@ class Packing:
             after: In backward, the gradient that the weight is needed for: a compiled backward
                 unpacks once it has that, and so does not keep the weight from forward on.
         """
-        if torch.compiler.is_compiling():
+        if self.traced or torch.compiler.is_compiling():
             return unpack_in_graph(packed, scale, codes, dtype, self.scheme, after)
         return _unpack(self, packed, scale, codes, dtype)
 
@@ -222,6 +225,30 @@ def _(
 ) -> torch.Tensor:
     rows, columns = packed.shape
     return packed.new_empty((rows, columns * Packing(scheme).per_byte), dtype=dtype)
+
+
+UNPACK: Final = torch.ops.fsdp_tui.unpack.default
+
+
+def bytes_by_torch(
+    packed: torch.Tensor,
+    scale: torch.Tensor | None,
+    codes: torch.Tensor | None,
+    weight: torch.Tensor,
+) -> int:
+    """Return the bytes that `unpack_by_torch` reads and writes."""
+    of_weight = weight.numel() * weight.itemsize
+    if scale is None:
+        return packed.numel() + of_weight
+    of_indices = 2 * packed.numel() * _INDEX if codes is not None else 0
+    return packed.numel() + of_indices + 3 * of_weight + scale.numel() * scale.itemsize
+
+
+def bytes_of_indices(packed: torch.Tensor, codes: torch.Tensor | None) -> int:
+    """Return what `unpack_by_torch` needs besides the weight, in bytes."""
+    rows, columns = packed.shape
+    at_once = min(rows, max(1, _AT_ONCE // columns)) * columns
+    return at_once * _INDEX if codes is not None else 0
 
 
 def _unpack(

@@ -39,6 +39,7 @@ from jobs.spec.rules.steps import accumulation_steps, is_whole_batch, periodic_s
 from jobs.spec.rules.strategy import SHARDING, replicas_of, world_size
 from jobs.spec.values.datasets import Dataset
 from jobs.spec.values.field import facts_of
+from jobs.spec.values.quoted_text import most_quoted_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -274,7 +275,9 @@ def key_of(spec: JobSpec, config: Mapping[str, Any] | None = None) -> str:
     # The number of ranks matters, but must be normalized: several keys can spell it. Steps change
     # no memory, but disk by the checkpoints that they leave. Models that score samples are counted
     # once they are here.
-    counts = spec.num_processes, periodic_saves(spec), *configs_of(spec)
+    counts = [spec.num_processes, periodic_saves(spec), *configs_of(spec)]
+    if spec.model_family == "hunyuanvideo15":  # prompts are among the keys
+        counts.append(most_quoted_tokens(spec, training=True))
     text = json.dumps([SCHEMA, engine_version(), *counts, kept, config], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
@@ -502,9 +505,9 @@ def _complete(spec: JobSpec) -> JobSpec:
         takes = references_of(spec)
         if takes is not None and takes.required and not takes.masks:
             suffixes = [f"_{number + 1}" for number in range(layers_of(spec) or 1)]
-            values["datasets"] = [Dataset(path=".", conditioning_suffix=suffixes)]
+            values["datasets"] = [Dataset(path=os.devnull, conditioning_suffix=suffixes)]
         else:
-            values["dataset"] = "."
+            values["dataset"] = os.devnull
     if not spec.pretrained_model_name_or_path:
         family = FAMILIES[spec.model_family]
         flavour = spec.model_flavour or next(iter(family.flavours))

@@ -248,7 +248,9 @@ def _parts(work: Mapping[str, int], card: Card, link: Link) -> dict[str, Band]:
     }
     products = sum(work.get(name, 0) / (rate * 1e12) for name, rate in flops.items())
     attention = work.get("attention", 0) / ((card.flash or card.half) * 1e12)
-    of_memory = work.get("bytes", 0) / (card.bandwidth * 1e9)
+    # Our kernel unpacks from Ampere on, the first that has bf16 (`engine.model.packing`).
+    unpacked = work.get("unpacked" if card.bf16 else "unpacked_by_torch", 0)
+    of_memory = (work.get("bytes", 0) + unpacked) / (card.bandwidth * 1e9)
     optimizer = "host_bytes" in work
     computed = _sum(_taken(products, _PRODUCTS), _taken(attention, _ATTENTION))
     exchanged = _taken(work.get("exchanged", 0), link.rates)  # while it computes

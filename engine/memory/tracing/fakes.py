@@ -12,6 +12,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.model.packing import UNPACK, bytes_of_indices
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -149,8 +151,13 @@ _FP32: Final = frozenset(_TO_FP32)
 def temporary(function: Any, given: Any) -> int:
     """Return the bytes that an operation takes only while it runs, and only on a GPU.
 
-    Flash attention accumulates the gradient of queries in fp32, plus one number per query.
+    Flash attention accumulates the gradient of queries in fp32, plus one number per query. Weights
+    are unpacked by torch where no other kernel can, which takes more.
     """
+    if function is UNPACK:
+        packed, _, codes, dtype, *_ = given
+        indices = bytes_of_indices(packed, codes)
+        return indices and indices + 2 * packed.numel() * dtype.itemsize  # beside the result
     if function is not _ATTENTION_BACKWARD:
         return 0
     query = given[1]  # (B, H, L, D)

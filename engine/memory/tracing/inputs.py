@@ -31,6 +31,7 @@ from jobs.spec.families import (
 )
 from jobs.spec.keys.prompts import layers_of, requests_of
 from jobs.spec.rules.buckets import sizes_of
+from jobs.spec.values.quoted_text import most_quoted_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +53,6 @@ _H3_SOUNDS: Final = 40  # latents of MiniMax-H3's sound per second and channel
 _AROUND_KEYFRAME: Final = 8  # tokens that delimit and number a frame
 _FIXED_TEXT: Final = 512  # tokens, for Anima, and for Wan's models that see the first frame
 _LARGE: Final = 1024  # scale factor beyond which every rule shrinks an image
-_GLYPHS: Final = 256  # most tokens of the quoted text in a HunyuanVideo 1.5 prompt
 _LLAMA_LAYERS: Final = 32  # of Llama 3.1 8B, which HiDream uses
 
 
@@ -311,11 +311,12 @@ def caption_shapes(
             return text("text_embed_dim") | pooled(config["pooled_projection_dim"]) | mask
         case "hunyuanvideo15":
             seen = {"image_embeds": ((_SIGLIP_PATCHES, config["image_embed_dim"]), torch.float32)}
+            glyphs = most_quoted_tokens(spec, training=training)  # none: `arrange` drops them
             return (seen if needs_first_frame(spec) else {}) | {
                 **text("text_embed_dim"),
                 "prompt_embeds_mask": ((length,), torch.bool),
-                "prompt_embeds_2": ((_GLYPHS, config["text_embed_2_dim"]), dtype),
-                "prompt_embeds_mask_2": ((_GLYPHS,), torch.bool),
+                "prompt_embeds_2": ((glyphs, config["text_embed_2_dim"]), dtype),
+                "prompt_embeds_mask_2": ((glyphs,), torch.bool),
             }
         case "hidream":
             t5, llama = config["caption_channels"]

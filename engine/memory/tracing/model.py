@@ -24,7 +24,12 @@ from engine.model.files.weights import stored_tensors, trained_in_fp32
 from engine.model.kernels import choose_attention
 from engine.model.meta_device import parameters_on_meta
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
-from engine.model.quantized_linear import base_precision, quantize_layers, weights_per_element
+from engine.model.quantized_linear import (
+    base_precision,
+    quantize_layers,
+    quantized_layers,
+    weights_per_element,
+)
 from engine.parallel.sharding import build_plugin, modules_to_wrap
 from engine.run_job import kept_whole
 from engine.train.muon import hidden_matrices
@@ -41,6 +46,7 @@ from jobs.spec.rules.strategy import (
     may_import,
     own_policy,
 )
+from jobs.spec.values.quoted_text import most_quoted_tokens
 
 if TYPE_CHECKING:
     from engine.families import Family
@@ -148,6 +154,8 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         ],
         "config": config,
     }
+    if spec.model_family == "hunyuanvideo15":
+        facts["quoted"] = most_quoted_tokens(spec, training=training)
     if spec.attention_backend in GPU_KERNELS:
         facts["attention_backend"] = "auto"  # `build` leaves the same kernel to torch
     key = json.dumps(facts, sort_keys=True)
@@ -271,6 +279,8 @@ def build(shape: Shape) -> Built:
     quantize_layers(model, spec, family, _published(shape, family))
     # `auto` depends on the GPUs, which may be on another machine: count what every GPU supports.
     set_scaled(model, scaled=spec.base_matmul == "scaled")
+    for layer in quantized_layers(model).values():  # a CPU unpacks by torch's operations
+        layer.packing = replace(layer.packing, traced=spec.device != "cpu")
     # GPU kernels do not exist on a CPU. They keep the same tensors as the kernel that torch chooses
     # here.
     if spec.attention_backend not in GPU_KERNELS:

@@ -19,6 +19,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+from engine.model.packing import UNPACK, bytes_by_torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -42,6 +44,8 @@ class Work:
         small: FLOPs of products that wait for memory, such as those of a LoRA's matrices.
         bytes: Read and written by all other operations and by small products.
         kernels: Number of operations.
+        unpacked: Bytes of unpacking a packed base, where one kernel does it.
+        unpacked_by_torch: The same where torch's kernels do.
     """
 
     half: int = 0
@@ -51,6 +55,8 @@ class Work:
     small: int = 0
     bytes: int = 0
     kernels: int = 0
+    unpacked: int = 0
+    unpacked_by_torch: int = 0
 
     @property
     def flops(self) -> int:
@@ -89,10 +95,16 @@ class Counter:
             result: What it returned.
         """
         free, formula, attends = _kind_of(func)
+        if func is UNPACK:
+            packed, scale, codes = args[:3]
+            self._add("kernels", 1)
+            self._add("unpacked", _size((packed, scale, result)))
+            self._add("unpacked_by_torch", bytes_by_torch(packed, scale, codes, result))
+            return
         if free:
             return
         given = [*_tensors(args), *_tensors(v for k, v in (kwargs or {}).items() if k != "out")]
-        moved = sum(t.numel() * t.itemsize for t in (*given, *_tensors((result,))))
+        moved = _size((*given, result))
         self._add("kernels", 1)
         if formula is None:
             self._add("bytes", moved)
@@ -106,6 +118,11 @@ class Counter:
 
     def _add(self, name: str, number: int) -> None:
         self._counts[name] = self._counts.get(name, 0) + number
+
+
+def _size(values: Iterable[Any]) -> int:
+    """Return the bytes of the tensors among values."""
+    return sum(t.numel() * t.itemsize for t in _tensors(values))
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -11,6 +11,7 @@ from diffusers import HunyuanVideo15Pipeline
 from engine.families.hunyuanvideo15 import _cut
 from engine.families.shared.collate import collate
 from engine.toy.components.weights import one_thread
+from jobs.spec.values.quoted_text import quoted_tokens
 from tests.support.engine.families import NEGATIVE, PROMPT, Case, batch_of, toys_root
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def test_byt5_encodes_what_is_in_quotes(case: Case) -> None:
     glyphs = 'Text "OPEN". Text "late". '
     assert text["prompt_embeds_2"].shape == (len(glyphs) + 1, 32), "bytes, and an end"
     assert text["prompt_embeds_mask_2"].all()
+    assert len(text["prompt_embeds_2"]) == quoted_tokens(SIGN), "as `estimate` counts it"
 
 
 def test_a_text_is_cut_at_its_most_tokens(case: Case) -> None:

@@ -132,6 +132,21 @@ def test_a_part_of_a_card_has_not_all_of_its_memory(name: str, gb: int | None) -
     assert (room and room.total) == (gb and gb * 10**9)
 
 
+def test_unpacking_takes_longer_before_ampere() -> None:
+    """Where torch's kernels do it, which move more."""
+    unpacked = {"unpacked": 10**11, "unpacked_by_torch": 4 * 10**11}
+
+    def added(card: str, count: int) -> bool:
+        plain = FLUX["forward"] | {"linked": 0, "copied": 0}
+        more = plain | {"bytes": plain["bytes"] + count}
+        one, other = (seconds(predicted(forward=own), card) for own in (plain | unpacked, more))
+        assert one.parts["memory"] == pytest.approx(other.parts["memory"])
+        return bool(CARDS[card].bf16)
+
+    assert [added("a100", 10**11), added("4090", 10**11), added("h200", 10**11)] == [True] * 3
+    assert [added("v100", 4 * 10**11), added("t4", 4 * 10**11)] == [False] * 2
+
+
 def test_the_rates_of_cards_hang_together() -> None:
     for key, card in CARDS.items():
         assert card_named(key) == card

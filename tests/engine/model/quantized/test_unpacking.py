@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine.memory.tracing.fakes import temporary
 from engine.memory.tracing.live import Live
+from engine.memory.tracing.work import Counter
 from engine.model import packing
 from engine.model.adapters import lora
 from engine.model.packing import Packing
@@ -50,6 +54,41 @@ def ask(what: str, **variables: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_unpacking_takes_is_counted_for_both_ways(
+    scheme: BasePrecision, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One operation, with the bytes of our kernel, and bytes and memory of torch's operations."""
+    monkeypatch.setattr(packing, "_AT_ONCE", 2**13)
+    how, rows, columns = Packing(scheme), 64, 1024
+    packed, scale = how.pack(some_weight(rows, columns))
+    codes = how.code_table(dtype)
+    counter = Counter()
+    peaks = []
+    for each in (how, replace(how, traced=True)):
+        live = Live(temporary, counter)
+        with FakeTensorMode() as mode:
+            given = [t if t is None else mode.from_tensor(t) for t in (packed, scale, codes)]
+            for tensor in filter(torch.is_tensor, given):
+                live.ignore(tensor)
+            with live:
+                each.unpack(*given, dtype)
+        peaks.append(live.most)
+        work = counter.take()
+        if not each.traced:
+            by_torch = work
+    assert work.kernels == 1
+    assert work.bytes == 0
+    assert work.unpacked_by_torch == pytest.approx(by_torch.bytes, rel=0.02)
+    of_weight = rows * columns * dtype.itemsize
+    stored = packed.numel() + (0 if scale is None else 4 * scale.numel())
+    assert work.unpacked == stored + of_weight
+    if dtype is torch.bfloat16 and scheme in MOVED:
+        assert work.unpacked == pytest.approx(rows * columns * MOVED[scheme], rel=0.01)
+    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.slow

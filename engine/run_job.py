@@ -33,7 +33,6 @@ from engine.parallel.context_parallel import (
     check_tokens,
     enable_context_parallel,
     require_cuda,
-    splits_text,
 )
 from engine.parallel.sharding import precision_policy, shard
 from engine.parallel.sharding_check import check_sharding
@@ -285,7 +284,7 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
     for request in requests_of(spec):
         tokens = (request.width // step) * (request.height // step)
         check_tokens(tokens, size, f"samples of {request.width}x{request.height}")
-    if splits_text(family.transformer_class()):
+    if family.facts.splits_text:
         check_tokens(spec.max_sequence_length, size, "max_sequence_length")
 
 

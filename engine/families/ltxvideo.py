@@ -92,9 +92,9 @@ class LTXVideo(Family):
         guidance: float,
     ) -> torch.Tensor:
         noisy, mask = insert_first_frame(noisy, condition)
-        timestep = level.unsqueeze(-1) * 1000
+        timestep = level * 1000
         if mask is not None:
-            timestep = timestep * mask.flatten()
+            timestep = timestep.unsqueeze(-1) * mask.flatten()
         size = noisy.shape[2:]  # frames, height, width
         patches = transformer.config.patch_size, transformer.config.patch_size_t
         velocity = transformer(

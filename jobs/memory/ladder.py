@@ -19,7 +19,7 @@ from jobs.memory.fit import Verdict, size_sold_as
 from jobs.spec.families import FAMILIES
 from jobs.spec.keys.prompts import frames_of, requests_of
 from jobs.spec.rules.conflicts import find_conflicts
-from jobs.spec.rules.launch_conflicts import is_masked
+from jobs.spec.rules.launch_conflicts import rings_masked
 from jobs.spec.rules.lora_conflicts import modulation_of, trains_text
 from jobs.spec.rules.no_effect import find_inapplicable
 from jobs.spec.rules.strategy import SHARDING, checkpoints_activations, shards, world_size
@@ -259,7 +259,7 @@ def _context(spec: RecipeKeys) -> Changes | None:
     if (size := next(larger, None)) is None:
         return None
     # Ring attention needs flash attention, which supports neither masks nor fp32.
-    ring = not is_masked(family) and spec.mixed_precision != "no"
+    ring = not rings_masked(family) and spec.mixed_precision != "no"
     changes: dict[str, Any] = {"context_parallel_size": size}
     if spec.gradient_accumulation_steps is not None:  # otherwise derived from the global batch
         forwards = spec.gradient_accumulation_steps * size // now

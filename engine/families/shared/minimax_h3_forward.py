@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_minimax_h3 import (
     MiniMaxH3Attention,
     MiniMaxH3AttnProcessor,
+    _apply_rotary_emb,
 )
+from torch.nn import functional
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 VIDEO, TEXT, SOUND = range(3)
 """Modalities, which index the modulation."""
@@ -66,11 +69,64 @@ class SampleAttention(MiniMaxH3AttnProcessor):
         )
 
 
+class SharedAttention(SampleAttention):
+    """Attention of a rank's rows to all rows of their samples.
+
+    Args:
+        gather: Returns all ranks' rows, `(1, S, D)`, of those of this rank. A collective.
+        rank: Which of the sequence's equal parts this rank has.
+    """
+
+    def __init__(self, gather: Callable[[torch.Tensor], torch.Tensor], rank: int) -> None:
+        self._gather = gather
+        self._rank = rank
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of `hidden_states (1, S / ranks, D)`."""
+        query, key, value = (
+            layer(hidden_states).unflatten(-1, (attn.heads, -1))
+            for layer in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if rotary_emb is not None:
+            query, key = (_apply_rotary_emb(rows, *rotary_emb) for rows in (query, key))
+        keys, values = (
+            self._gather(rows.flatten(2)).unflatten(2, (attn.heads, -1)).split(self.lengths, dim=1)
+            for rows in (key, value)
+        )
+        count = query.shape[1]
+        parts, start = [], -self._rank * count  # of a sample, among this rank's rows
+        for length, own_keys, own_values in zip(self.lengths, keys, values, strict=True):
+            rows = query[:, max(start, 0) : max(start + length, 0)]
+            start += length
+            if rows.shape[1]:
+                parts.append(
+                    dispatch_attention_fn(
+                        rows, own_keys, own_values, backend=self._attention_backend
+                    )
+                )
+        attended = torch.cat(parts, dim=1).flatten(2, 3).type_as(query)
+        for layer in attn.to_out:
+            attended = layer(attended)
+        return attended
+
+
 class MiniMaxH3Transformer(MiniMaxH3Transformer3DModel):
     """The stock class, which can also take several samples in one sequence.
 
     Parameters and their names are the same.
+
+    Attributes:
+        ranks: Those that share a sequence.
     """
+
+    ranks = 1
 
     # `from_config` reads the names of the settings from the signature.
     @wraps(MiniMaxH3Transformer3DModel.__init__)  # type: ignore[misc]
@@ -79,6 +135,14 @@ class MiniMaxH3Transformer(MiniMaxH3Transformer3DModel):
         for module in self.modules():
             if isinstance(module, MiniMaxH3Attention):
                 module.set_processor(SampleAttention())
+
+    def share_rows(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], rank: int, ranks: int
+    ) -> None:
+        """Compute on a part of each sequence; see `SharedAttention`."""
+        self.ranks = ranks
+        for block in self.transformer_blocks:
+            block.attn.set_processor(SharedAttention(gather, rank))
 
     # The blocks of the pipeline read the names of its inputs from the signature.
     @wraps(MiniMaxH3Transformer3DModel.forward)
@@ -92,6 +156,8 @@ class MiniMaxH3Transformer(MiniMaxH3Transformer3DModel):
             samples: All rows of each sample; empty for one sample.
             names: The stock class's inputs.
         """
+        if self.ranks > 1:
+            samples = self._fill_up(names, samples)
         for blocks, lengths in (
             (self.token_refiner.refiner_blocks, texts),
             (self.transformer_blocks, samples),
@@ -99,6 +165,15 @@ class MiniMaxH3Transformer(MiniMaxH3Transformer3DModel):
             for block in blocks:
                 block.attn.processor.lengths = lengths
         return super().forward(**names)
+
+    def _fill_up(self, names: dict[str, Any], samples: tuple[int, ...]) -> tuple[int, ...]:
+        """Add rows for ranks to have equally many; they are a sample that no other one sees."""
+        rows = len(names["position_ids"])
+        more = -rows % self.ranks
+        for name in ("token_tags", "timestep_indices"):
+            names[name] = functional.pad(names[name], (0, more))
+        names["position_ids"] = functional.pad(names["position_ids"], (0, 0, 0, more))
+        return (*(samples or (rows,)), more)
 
 
 class Given(NamedTuple):

@@ -137,8 +137,8 @@ class Family:
             guidance is an input of the model.
         text_negatives: Whether a negative prompt says what guidance leads away from.
         component: Directory of the denoiser, and its name in the pipeline.
-        context_parallel: Whether diffusers has a context-parallel plan that can train it.
-        splits_text: Whether that plan splits text tokens too, so that their number must divide.
+        context_parallel: Whether `engine.parallel.context_parallel` can split its tokens over ranks.
+        splits_text: Whether it splits text tokens too, so that their number must divide.
         experts: Whether its tokens are routed to experts.
         text_lora: The text encoders that a LoRA can be trained on, by their names in the pipeline,
             each with what its modules' names begin with in kohya's scripts; none of most families.

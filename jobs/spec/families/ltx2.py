@@ -33,6 +33,8 @@ FAMILY = Family(
             schedule={"use_dynamic_shifting": True, "shift_terminal": 0.1},
         ),
     },
+    context_parallel=True,
+    splits_text=False,
     latent_step=32,
     frame_step=8,
     sound=True,

@@ -17,6 +17,8 @@ FAMILY = Family(
     blocks=("LTXVideoTransformerBlock",),
     routed_blocks={"transformer_blocks": "num_layers"},
     attention="masked_samples",
+    context_parallel=True,
+    splits_text=False,
     flavours={
         "2b-0.9": Flavour(
             "Lightricks/LTX-Video", note="text or first frame to video", first_frame=True

@@ -8,7 +8,7 @@ from jobs.spec.families import FAMILIES
 from jobs.spec.noise_levels import SHIFTED, SHIFTED_IN_WORDS
 from jobs.spec.rules.averages import AVERAGE_RULES
 from jobs.spec.rules.data_conflicts import CONDITIONING_RULES, DATA_RULES, Conflict
-from jobs.spec.rules.launch_conflicts import KERNEL_RULES, LAUNCH_RULES, is_masked
+from jobs.spec.rules.launch_conflicts import KERNEL_RULES, LAUNCH_RULES, rings_masked
 from jobs.spec.rules.lora_conflicts import LORA_RULES, trains_text
 from jobs.spec.rules.no_effect import no_recomputation, one_denoiser
 from jobs.spec.rules.steps import STEP_RULES
@@ -147,7 +147,7 @@ def _context_parallel(spec: JobSpec) -> Conflict | None:
             "bf16, or "
             "context_parallel_comm_strategy: alltoall",
         )
-    if spec.context_parallel_comm_strategy == "allgather" and family and is_masked(family):
+    if spec.context_parallel_comm_strategy == "allgather" and family and rings_masked(family):
         return Conflict(
             "context_parallel_comm_strategy",
             f"allgather needs flash attention, which supports no masks, and {family.title} masks "

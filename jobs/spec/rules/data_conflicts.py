@@ -481,8 +481,11 @@ def _layers(
 
 
 def _split(spec: JobSpec) -> Conflict | None:
-    given = any(entry.references or entry.first_frame for entry in spec.datasets or [])
-    given = given or needs_first_frame(spec)
+    """Refuse conditioning images in tokens of their own, whose number need not divide."""
+    takes = references_of(spec)
+    if takes is None or (takes.fit is None and not takes.layers):
+        return None
+    given = any(entry.references for entry in spec.datasets or [])
     given = given or any(prompt.conditioning_image for prompt in spec.validation_prompts)
     if not given or spec.context_parallel_size == 1:
         return None

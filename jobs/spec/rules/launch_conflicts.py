@@ -122,6 +122,11 @@ def is_masked(family: Family) -> bool:
     return family.attention.startswith("masked")
 
 
+def rings_masked(family: Family) -> bool:
+    """Return whether ring attention would need a mask; it splits over ranks what may have one."""
+    return is_masked(family) and family.splits_text
+
+
 def kernel_conflict(
     family: Family | None, kernel: str, batch: int, *, samples: bool
 ) -> Conflict | None:

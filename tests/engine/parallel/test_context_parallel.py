@@ -14,7 +14,6 @@ from engine.parallel.context_parallel import (
     check_model,
     check_tokens,
     require_cuda,
-    splits_text,
 )
 from jobs.errors import UserError
 from tests.support.engine.ranks.context_parallel import CASES, Case, work

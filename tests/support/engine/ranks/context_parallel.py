@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,11 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    LTX2VideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
     QwenImageTransformer2DModel,
     WanTransformer3DModel,
+    WanVACETransformer3DModel,
 )
 from diffusers.models import attention_dispatch
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -28,6 +32,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from engine.data.loader import MicroBatch
 from engine.diffusion.objective import NoiseDraw, NoisySample
 from engine.families.flux import Flux
+from engine.families.ltx2 import LTX2
+from engine.families.shared.minimax_h3_forward import (
+    SOUND,
+    VIDEO,
+    MiniMaxH3Transformer,
+    lay_out,
+)
+from engine.families.shared.minimax_h3_forward import TEXT as TEXT_ROWS
 from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters.lora import add_lora, lora_parameters
 from engine.model.files.weights import local_part, materialise, rows_of
@@ -75,6 +87,18 @@ CASES = (
     Case("FLUX.2", 2, family="flux2", checkpointing="full"),
     Case("Qwen-Image, masked text", 2, family="qwen", checkpointing="full"),
     Case("Wan", 2, family="wan", checkpointing="full"),
+    Case("Wan, frame in channels", 2, family="wan_i2v", checkpointing="full"),
+    Case("Wan, frame in its place", 2, family="wan_ti2v"),
+    Case("VACE", 2, family="vace", checkpointing="full"),
+    Case("LTX-Video, masked text and frame", 2, family="ltx", checkpointing="full"),
+    Case("LTX-2", 2, family="ltx2"),
+    Case("LTX-2, frame", 2, family="ltx2_frame", checkpointing="full"),
+    Case("LTX-2, sound", 2, family="ltx2_sound", checkpointing="full"),
+    Case("LTX-2.3, sound and frame", 2, family="ltx23", accumulation=2),
+    Case("LTX-2.5, sound and frame", 2, family="ltx25", trains="replicated"),
+    Case("LTX-2, interleaved, ring", 2, family="ltx2_interleaved", strategy="allgather"),
+    Case("MiniMax-H3", 2, family="h3", checkpointing="full"),
+    Case("LTX-2, bf16", 2, family="ltx2_sound", checkpointing="full", autocast=True),
     Case("ring", 2, strategy="allgather", checkpointing="full", accumulation=2),
     Case("bf16", 2, family="qwen", checkpointing="full", autocast=True),
     Case("2 x 2", 4, checkpointing="full", accumulation=2),
@@ -82,6 +106,8 @@ CASES = (
     Case("2 x 2, LoRA replicated", 4, trains="replicated", checkpointing="full", accumulation=2),
     Case("2 x 2, LoRA sharded", 4, trains="sharded", checkpointing="full", accumulation=2),
     Case("4, ring", 4, context=4, strategy="allgather"),
+    Case("4, MiniMax-H3", 4, family="h3", context=4),
+    Case("2 x 2, LTX-2.5, sound and frame", 4, family="ltx25", checkpointing="full"),
 )
 
 
@@ -127,6 +153,75 @@ def _wan_inputs() -> Inputs:
     }
 
 
+def _wan_i2v_inputs() -> Inputs:
+    inputs = _wan_inputs()
+    inputs["hidden_states"] = inputs["hidden_states"].repeat(1, 2, 1, 1, 1)
+    return inputs | {"encoder_hidden_states_image": torch.randn(BATCH, 5, 24)}
+
+
+def _wan_ti2v_inputs() -> Inputs:
+    return _wan_inputs() | {"timestep": torch.randint(1000, (BATCH, 2 * SIDE * SIDE))}
+
+
+def _vace_inputs() -> Inputs:
+    inputs = _wan_inputs()
+    return inputs | {"control_hidden_states": torch.randn_like(inputs["hidden_states"])}
+
+
+def _ltx_inputs() -> Inputs:
+    mask = torch.ones(BATCH, TEXT)
+    mask[0, 5:] = 0
+    return {
+        "hidden_states": torch.randn(BATCH, 2 * SIDE * SIDE, 16),
+        "encoder_hidden_states": torch.randn(BATCH, TEXT, 32),
+        "encoder_attention_mask": mask,
+        "timestep": 1000 * torch.rand(BATCH, 2 * SIDE * SIDE),
+        "video_coords": torch.rand(BATCH, 3, 2 * SIDE * SIDE),
+    }
+
+
+PLACES = torch.tensor((20, 2048, 2048)).view(3, 1, 1)  # in seconds and pixels
+
+
+def _ltx2_inputs(*, sound: bool = False, frame: bool = False) -> Inputs:
+    """Of as many tokens of sound as no number of ranks divides; of one that nothing attends to."""
+    level, tokens = 1000 * torch.rand(BATCH), 2 * SIDE * SIDE
+    return {
+        "hidden_states": torch.randn(BATCH, tokens, 16),
+        "audio_hidden_states": 3 * torch.randn(BATCH, 7 if sound else 1, 8),
+        "encoder_hidden_states": torch.randn(BATCH, TEXT, 32),
+        "audio_encoder_hidden_states": torch.randn(BATCH, TEXT, 32),
+        "timestep": level[:, None] * (torch.rand(BATCH, tokens) > 0.5) if frame else level,
+        "audio_timestep": level,
+        "sigma": level,
+        "video_coords": torch.rand(BATCH, 3, tokens, 2) * PLACES,
+        "audio_coords": 20 * torch.rand(BATCH, 1, 7 if sound else 1, 2),
+        "isolate_modalities": not sound,
+        "use_cross_timestep": sound,
+    }
+
+
+def _h3_inputs() -> Inputs:
+    """Of two samples in one sequence of 33 rows."""
+    size, sounds = (2, 2, 2), 2
+    layout = lay_out((3, 6), size, sounds, torch.device("cpu"))
+    rows = {kind: len(places) for kind, places in layout.indices.items()}
+    return {
+        "hidden_states": torch.randn(1, rows[VIDEO], 16),
+        "audio_hidden_states": torch.randn(1, rows[SOUND], 8),
+        "encoder_hidden_states": torch.randn(1, rows[TEXT_ROWS], 32),
+        "timestep": torch.rand(BATCH),
+        "timestep_indices": layout.owners,
+        "token_tags": layout.kinds,
+        "position_ids": layout.positions,
+        "video_indices": layout.indices[VIDEO],
+        "audio_indices": layout.indices[SOUND],
+        "text_indices": layout.indices[TEXT_ROWS],
+        "texts": (3, 6),
+        "samples": layout.samples,
+    }
+
+
 _SIZES = {"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 1}
 _JOINT = {"in_channels": 16, "joint_attention_dim": 32, "axes_dims_rope": (4, 14, 14)}
 FAMILIES: dict[str, tuple[type[Any], dict[str, Any], Callable[[], Inputs]]] = {
@@ -147,6 +242,64 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Any], Callable[[], Inputs]]] = {
         _wan_inputs,
     ),
 }
+FAMILIES |= {
+    "wan_i2v": (
+        WanTransformer3DModel,
+        FAMILIES["wan"][1] | {"in_channels": 8, "image_dim": 24, "added_kv_proj_dim": 128},
+        _wan_i2v_inputs,
+    ),
+    "wan_ti2v": (*FAMILIES["wan"][:2], _wan_ti2v_inputs),
+    "vace": (
+        WanVACETransformer3DModel,
+        FAMILIES["wan"][1] | {"vace_in_channels": 4, "vace_layers": [0, 1], "num_layers": 2},
+        _vace_inputs,
+    ),
+    "ltx": (
+        LTXVideoTransformer3DModel,
+        {"in_channels": 16, "out_channels": 16, "cross_attention_dim": 128, "caption_channels": 32},
+        _ltx_inputs,
+    ),
+}
+_LTX2 = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "cross_attention_dim": 128,
+    "audio_in_channels": 8,
+    "audio_out_channels": 8,
+    "audio_num_attention_heads": 4,
+    "audio_attention_head_dim": 16,
+    "audio_cross_attention_dim": 64,
+    "caption_channels": 32,
+    "rope_type": "split",
+}
+_LTX23 = {
+    **_LTX2,
+    # The first block's gradients come from both halves of the second.
+    "num_layers": 2,
+    **dict.fromkeys(("gated_attn", "cross_attn_mod", "perturbed_attn"), True),
+    **dict.fromkeys(("audio_gated_attn", "audio_cross_attn_mod"), True),
+}
+FAMILIES["h3"] = (
+    MiniMaxH3Transformer,
+    {
+        **{"in_channels": 4, "audio_in_channels": 8, "text_dim": 32, "hidden_size": 64},
+        **{"freq_dim": 32, "time_embed_hidden_dim": 32, "time_embed_dim": 32, "rope_freq_dim": 4},
+        **{"ffn_dim": 64, "num_refiner_layers": 1, "num_layers": 2},
+    },
+    _h3_inputs,
+)
+_LTX25 = {"ff_bias": False, "use_keyframes_abs_pos_embedding": True}
+FAMILIES |= {
+    name: (LTX2VideoTransformer3DModel, sizes, partial(_ltx2_inputs, **given))
+    for name, sizes, given in (
+        ("ltx2", _LTX2, {}),
+        ("ltx2_frame", _LTX2, {"frame": True}),
+        ("ltx2_sound", _LTX2, {"sound": True}),
+        ("ltx2_interleaved", _LTX2 | {"rope_type": "interleaved"}, {"sound": True, "frame": True}),
+        ("ltx23", _LTX23, {"sound": True, "frame": True}),
+        ("ltx25", _LTX23 | _LTX25, {"sound": True, "frame": True}),
+    )
+}
 
 
 def build(case: Case) -> torch.nn.Module:
@@ -158,7 +311,8 @@ def build(case: Case) -> torch.nn.Module:
         spec = JobSpec(gradient_checkpointing_policy=case.checkpointing)
         checkpoint_activations(model, spec)
     if case.trains != "full":
-        add_lora(model, JobSpec(lora_rank=4), Flux.LORA_TARGETS)
+        joint = model_class is LTX2VideoTransformer3DModel
+        add_lora(model, JobSpec(lora_rank=4), LTX2.SOUND_TARGETS if joint else Flux.LORA_TARGETS)
     return model
 
 
@@ -167,9 +321,12 @@ def reference_model(case: Case) -> torch.nn.Module:
     model = build(case)
     materialise(model, torch.device("cpu"))
     torch.manual_seed(1)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         matrix = parameter.dim() > 1
-        torch.nn.init.normal_(parameter, mean=0.0 if matrix else 1.0, std=0.2 if matrix else 0.1)
+        # Where tokens are mostly what modulation adds to all of them, gradients of queries and keys
+        # are small differences of large numbers.
+        quiet = not matrix or name.endswith(".linear.weight")
+        torch.nn.init.normal_(parameter, 0.0 if matrix else 1.0, 0.1 if quiet else 0.2)
     return model
 
 
@@ -180,7 +337,7 @@ def parallel_model(case: Case, world: World, source: torch.nn.Module) -> torch.n
     enable_context_parallel(model, world.mesh)
     mesh = sharding_mesh(world.mesh)
     plain = set(lora_parameters(model).values()) if case.trains == "replicated" else set()
-    blocks = getattr(model, "_no_split_modules", [])
+    blocks = getattr(model, "_no_split_modules", None) or model._repeated_blocks
     for module in model.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, mesh=mesh, ignored_params=plain)
@@ -210,10 +367,27 @@ def target_of(shape: torch.Size, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def latents_of(inputs: Inputs) -> torch.Tensor:
+    """Return what is denoised, in the shape of `forward`'s output."""
+    video = inputs["hidden_states"]
+    if video.dim() == 5:
+        video = video[:, :4]  # a first frame is in further channels
+    return flat([video, inputs["audio_hidden_states"]] if has_sound(inputs) else [video])
+
+
+def has_sound(inputs: Inputs) -> bool:
+    return "audio_hidden_states" in inputs and not inputs.get("isolate_modalities")
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
+
+
 def forward(model: torch.nn.Module, case: Case, inputs: Inputs) -> torch.Tensor:
+    """Return what the model makes, with its sound if there is any, `(B, values)`."""
     with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-        output: torch.Tensor = model(**inputs, return_dict=False)[0]
-    return output
+        outputs: tuple[torch.Tensor, ...] = model(**inputs, return_dict=False)
+    return flat(outputs[: 1 + has_sound(inputs)])
 
 
 def train_whole(
@@ -256,7 +430,7 @@ class Rig:
     def step(self, step: int) -> Iterator[MicroBatch]:
         for inputs, seed in self._batches:
             drawn = NoiseDraw(torch.tensor([seed]), torch.zeros(1))
-            yield MicroBatch(range(BATCH), inputs["hidden_states"], drawn, inputs)
+            yield MicroBatch(range(BATCH), latents_of(inputs), drawn, inputs)
 
     def add_noise(self, latents: torch.Tensor, drawn: NoiseDraw) -> NoisySample:
         return NoisySample(latents, drawn.level, target_of(latents.shape, int(drawn.level)))

@@ -15,7 +15,14 @@ from engine.data.encode.texts import NO_TEXT, Text, Texts, images_of, prepare_te
 from engine.data.index.batch_plan import BatchPlan, Draw, nth_variant
 from engine.data.index.captions import prompt_text
 from engine.data.index.data_index import DataIndex, build_index, hold_out
-from engine.data.index.views import count_views, fit_whole, keyframes_of, shown, view_of
+from engine.data.index.views import (
+    count_views,
+    fit_whole,
+    in_frames,
+    keyframes_of,
+    shown,
+    view_of,
+)
 from engine.data.read.class_images import cache_root
 from engine.data.read.images import PictureError, decode
 from engine.data.read.videos import VideoError, read_frames
@@ -46,6 +53,7 @@ from jobs.spec.families import (
     needs_first_frame,
     noun_of_references,
     references_of,
+    takes_control_videos,
     takes_keyframes,
 )
 from jobs.spec.keys.prompts import requests_of
@@ -55,7 +63,7 @@ from jobs.spec.values.dataset_files import PICTURE_SUFFIXES
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from engine.data.encode.texts import ImageInput
@@ -110,6 +118,7 @@ class Prepared:
         """Return a draw's latents: `(C, h, w)`, for videos `(C, f, h, w)`; normalized, fp32.
 
         For models that make layers, those of the image and of its layers, `(C, 1 + layers, h, w)`.
+        Reference images beside a control video are frames before the video's.
         """
         return self._latents(draw.sample, view_number(draw, self.spec), self.index.samples)
 
@@ -207,7 +216,8 @@ class Prepared:
         """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`.
 
         Or of each given frame that has tokens of its own, `(C, 1, h, w)`. For models that make
-        layers, the image is `reference_0`. Of a control video, it is `(2C, f, h, w)`.
+        layers, the image is `reference_0`. Of a control video, it is `(2C, f, h, w)`, and reference
+        images follow, each `(C, 1, h, w)`.
         """
         keys, sample = self.latent_keys, samples[number]
         if makes_layers(self.spec):
@@ -216,32 +226,36 @@ class Prepared:
         if sample.from_first and needs_first_frame(self.spec):
             key = keys.beginning(offset + number, view)
             return {BEGINNING: self.latents.read(key)["latents"]}
-        takes = references_of(self.spec)
-        if sample.references and takes is not None and takes.videos:
+        if takes_control_videos(self.spec):
             # What a mask keeps of the control video, which is nothing, and what it leaves.
-            parts = (keys.gray(offset + number), keys.reference(offset + number, view, 0))
-            return {f"{REFERENCE}0": torch.cat([self.latents.read(k)["latents"] for k in parts])}
+            parts = keys.control(offset + number, view)
+            control = torch.cat([self.latents.read(key)["latents"] for key in parts])
+            frames_before = self._beside(offset + number, view, in_frames(sample))
+            return {f"{REFERENCE}{n}": part for n, part in enumerate([control, *frames_before])}
         if takes_keyframes(self.spec):
             given = (keys.keyframe(offset + number, view, place) for place in range(frames))
             return {
                 f"{KEYFRAME}{place}": self.latents.read(key)["latents"]
                 for place, key in enumerate(given)
             }
-        beside = self._beside(offset + number, view, len(sample.references))
+        beside = self._beside(offset + number, view, range(len(sample.references)))
         return {f"{REFERENCE}{place}": latents for place, latents in enumerate(beside)}
 
     def _latents(
         self, number: int, view: int, samples: Sequence[Sample], offset: int = 0
     ) -> torch.Tensor:
         own = self.latents.read(self.latent_keys(offset + number, view))["latents"]
+        sample = samples[number]
+        if before := in_frames(sample):
+            return torch.cat([*self._beside(offset + number, view, before), own], dim=1)
         if not makes_layers(self.spec):
             return own
-        layers = self._beside(offset + number, view, len(samples[number].references))
+        layers = self._beside(offset + number, view, range(len(sample.references)))
         return torch.stack([own, *layers], dim=1)
 
-    def _beside(self, number: int, view: int, count: int) -> list[torch.Tensor]:
-        """Return the latents of the images beside a sample's, `(C, h, w)`."""
-        keys = (self.latent_keys.reference(number, view, place) for place in range(count))
+    def _beside(self, number: int, view: int, places: Iterable[int]) -> list[torch.Tensor]:
+        """Return the latents of images beside a sample's, `(C, h, w)` or `(C, 1, h, w)`."""
+        keys = (self.latent_keys.reference(number, view, place) for place in places)
         return [_with_mask(self.latents.read(key)) for key in keys]
 
     def held_shown(self, number: int) -> Shown:
@@ -417,7 +431,7 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Conditioning]:
         UserError: An image cannot be used.
     """
     takes = references_of(spec)  # other families' pipelines resize their inputs
-    if takes is not None and takes.videos:
+    if takes_control_videos(spec):
         return _read_videos(spec)
     pictures: dict[str, Conditioning] = {}
     for path in {path for request in requests_of(spec) for path in request.conditioning}:
@@ -437,31 +451,37 @@ def read_pictures(spec: DataPlanKeys) -> dict[str, Conditioning]:
 
 
 def _read_videos(spec: DataPlanKeys) -> dict[str, Conditioning]:
-    """Return the frames of prompts' control videos by path, as many as the longest needs.
+    """Return prompts' reference images and the frames of their control videos, by path.
+
+    A video has as many frames as the longest of its prompts needs.
 
     Raises:
-        UserError: A video cannot be used.
+        UserError: An image or a video cannot be used.
     """
     from PIL import Image
 
     longest: dict[str, int] = {}
+    nouns: dict[str, str] = {}
     for request in requests_of(spec):
-        for path in request.conditioning:
-            longest[path] = max(request.frames, longest.get(path, 1))
-    videos: dict[str, Conditioning] = {}
+        for path, role in zip(request.conditioning, request.roles, strict=True):
+            frames = request.frames if role == "control" else 1
+            longest[path] = max(frames, longest.get(path, 1))
+            nouns.setdefault(path, noun_of_references(spec, roles=[role]))
+    given: dict[str, Conditioning] = {}
     for path, frames in longest.items():
+        moves = frames > 1
         try:
-            if frames == 1 and expand(path).suffix.lower() in PICTURE_SUFFIXES:
-                videos[path] = [decode(read_regular(expand(path), LARGEST_PICTURE))]
+            if not moves and expand(path).suffix.lower() in PICTURE_SUFFIXES:
+                given[path] = decode(read_regular(expand(path), LARGEST_PICTURE))
             else:
                 read = read_frames(expand(path), fps=spec.fps, frames=frames)
-                videos[path] = [Image.fromarray(frame) for frame in read]
+                given[path] = [Image.fromarray(frame) for frame in read]
         except (OSError, PictureError, VideoError) as error:
             raise UserError(
-                f"the control video {path} cannot be used ({error})",
-                f"its prompt needs {frames} frames at {spec.fps:g} per second",
+                f"the {nouns[path]} {path} cannot be used ({error})",
+                f"its prompt needs {frames} frames at {spec.fps:g} per second" if moves else None,
             ) from None
-    return videos
+    return given
 
 
 def _index(run: RunContext) -> DataIndex:

@@ -86,6 +86,7 @@ def _slow(directory: Path) -> Any:
 
 
 _EXAMPLES: Final = 8
+_FRAMES: Final = 4  # of a latent of Wan
 _OFTEN: Final = 1.5  # draws relative to the average sample that deserve a warning
 
 
@@ -244,7 +245,9 @@ def datasets_to_base(spec: JobSpec) -> set[int]:
 def _pixels(group: Any) -> int:
     """Return the number of pixels of a group's sample, including its conditioning images."""
     bucket, references = (group, ()) if isinstance(group[0], int) else group[:2]
-    return math.prod(bucket) + sum(math.prod(size) for size in references)
+    # A reference image beside a control video is a latent of its own, as several frames are.
+    beside = (math.prod(size[:2]) * (_FRAMES if len(size) > 2 else 1) for size in references)
+    return math.prod(bucket) + sum(beside)
 
 
 def sample_texts(sample: Sample, spec: InputKeys) -> tuple[str, ...]:

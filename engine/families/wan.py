@@ -17,7 +17,7 @@ from transformers import BatchFeature, CLIPVisionModel
 
 from engine.families.shared.base import Family, TokenLayout
 from engine.families.shared.lora_names import ComfyUI, Kohya, Layout
-from engine.families.shared.references import BEGINNING, REFERENCE, insert_first_frame
+from engine.families.shared.references import BEGINNING, insert_first_frame, references_in
 from jobs.spec.families.wan import T2V_GUIDANCE, WITH_FRAME
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ _LOW: Final = "transformer_2"
 _MASKS: Final = 4  # channels: one for each frame of a latent; the first latent is of one frame
 _IMAGE: Final = "image_embeds"
 _CELL: Final = 8  # pixels of a latent's side, in Wan 2.1
-
-
-_CONTROL: Final = f"{REFERENCE}0"
 
 _MODULES: Final = {
     **{
@@ -135,12 +132,12 @@ class Wan(Family):
         timestep = level * 1000
         if mask is not None:
             timestep = timestep[:, None] * mask[:, ::2, ::2].flatten()
-        if (control := condition.get(_CONTROL)) is not None:
+        if beside := references_in(condition):
             return transformer(
                 hidden_states=noisy,
                 timestep=timestep,
                 encoder_hidden_states=condition["prompt_embeds"],
-                control_hidden_states=_with_mask(control.to(noisy.dtype)),
+                control_hidden_states=_control(*(each.to(noisy.dtype) for each in beside)),
                 return_dict=False,
             )[0]
         seen = condition.get(_IMAGE)
@@ -193,10 +190,27 @@ class Wan(Family):
         )
 
     def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
+        """Return the pipeline's arguments: VACE's are a control video, images, or both.
+
+        Its pipeline puts each image before those that it was given earlier, so that the last one
+        comes first; the authors' code, and training, have them as they are given.
+        """
         if self._controlled:
-            return {"video": pictures[0]}
+            videos = [each for each in pictures if isinstance(each, list)]
+            images = [each for each in pictures if not isinstance(each, list)]
+            return {
+                **({"video": videos[0]} if videos else {}),
+                **({"reference_images": images[::-1]} if images else {}),
+            }
         last = {"last_image": pictures[1]} if self.last_frame else {}
         return {"image": pictures[0], **last}
+
+    def decode(
+        self, pipeline: Any, latents: torch.Tensor, request: SampleRequest
+    ) -> list[Image.Image]:
+        """Return the frames, without those of VACE's reference images, which come first."""
+        before = request.roles.count("reference")
+        return super().decode(pipeline, latents[:, :, before:], request)
 
     def _given(self, beginning: torch.Tensor) -> torch.Tensor:
         """Which frames of latents `(B, C, f, h, w)` are given, `(B, 4, f, h, w)`."""
@@ -259,13 +273,23 @@ class _Precomputed(torch.nn.Module):
         return SimpleNamespace(hidden_states=(self._embeds, None))
 
 
-def _with_mask(control: torch.Tensor) -> torch.Tensor:
-    """Return latents `(B, 32, f, h, w)` with a mask that leaves all of the video to the model.
+def _control(video: torch.Tensor, *images: torch.Tensor) -> torch.Tensor:
+    """Return what VACE's control blocks are given, `(B, 96, n + f, h, w)`.
 
-    The mask has a channel for each pixel of a cell, `(B, 64, f, h, w)`.
+    The last channels are the mask, with one for each pixel of a cell: all of the video is left to
+    the model, and nothing of the images.
+
+    Args:
+        video: Latents of what is kept and of what is left, `(B, 32, f, h, w)`.
+        images: Latents of n reference images, each `(B, 16, 1, h, w)`.
     """
-    batch, _, *size = control.shape
-    return torch.cat([control, control.new_ones(batch, _CELL**2, *size)], dim=1)
+    batch, channels, *size = video.shape
+    control = torch.cat([video, video.new_ones(batch, _CELL**2, *size)], dim=1)
+    if not images:
+        return control
+    empty = video.new_zeros(batch, channels // 2 + _CELL**2, 1, *size[1:])
+    before = [torch.cat([image, empty], dim=1) for image in images]
+    return torch.cat([*before, control], dim=2)
 
 
 def _no_pixels(images: Any, return_tensors: str) -> BatchFeature:

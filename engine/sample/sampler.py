@@ -17,7 +17,7 @@ from accelerate import cpu_offload_with_hook
 
 from engine.data.encode.tensor_cache import nonfinite
 from engine.data.index.captions import prompt_text
-from engine.data.index.views import fit_frames
+from engine.data.index.views import prompt_conditions
 from engine.families.shared.collate import collate
 from engine.model.compiled import uncompiled
 from engine.model.precision import autocast, compute_dtype
@@ -293,11 +293,7 @@ class Sampler:
             total=planned[numbers[0]] if self.run.world.shards else own,
         )
         with forwards, autocast(self.run.spec, studio.device), uncompiled(self.run.spec):
-            size = (request.width, request.height)
-            pictures = [
-                fit_frames(self.data.pictures[path], size, request.frames)
-                for path in request.conditioning
-            ]
+            pictures = prompt_conditions(request, self.data.pictures)
             latents, sound = studio.denoise(request, *self._texts(request), pictures)
             forwards.check(studio.pipeline)
         return latents, sound
@@ -369,6 +365,7 @@ class Sampler:
             "guidance_embedded": self.run.family.facts.guidance_of(flavour) == "embedded",
             **({"frames": request.frames, "fps": self.run.spec.fps} if request.frames > 1 else {}),
             **({"conditioning": list(request.conditioning)} if request.conditioning else {}),
+            **({"conditioning_roles": list(request.roles)} if request.roles else {}),
             **({"layers": request.layers} if request.layers else {}),
             "step": step,
             "family": self.run.spec.model_family,

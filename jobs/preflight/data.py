@@ -13,6 +13,7 @@ from jobs.errors import SpecError
 from jobs.machine.engine_tools import Progress, ask
 from jobs.paths import exists, expand
 from jobs.spec.families import get_family, needs_first_frame, noun_of_references
+from jobs.spec.families.references import NOUNS
 from jobs.spec.file.load import dump_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import Buckets
@@ -82,7 +83,7 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
                 f"{table} needs pyarrow, which is not installed",
                 "pip install 'fsdp-tui[datasets]'",
             )
-    noun = noun_of_references(spec)
+    noun = noun_of_references(spec, roles=dataset.roles)
     check_places(dataset, layout, noun, metadata=bool(files.metadata))
     if layout == "webdataset":
         return 0  # counted when they are unpacked
@@ -197,10 +198,11 @@ def check_prompt_images(spec: DataPlanKeys) -> None:
     Raises:
         SpecError: One is missing.
     """
-    noun = noun_of_references(spec, of_prompts=True)
     for request in requests_of(spec):
-        for path in request.conditioning:
+        for number, path in enumerate(request.conditioning):
             if not expand(path).is_file():
+                role = request.roles[number : number + 1]
+                noun = noun_of_references(spec, of_prompts=True, roles=role)
                 raise SpecError(f"validation_prompts: no such {noun}: {path}")
 
 
@@ -254,10 +256,12 @@ def split_samples(
         if None in (existing := pairs.existing_paths(path))
     }
     if samples and len(alone) == len(samples):
+        only_control = noun == NOUNS["control"]
         raise SpecError(
             f"none of the {len(samples)} images in {dataset.path} has "
-            + ("all of its layers" if noun == "layer" else f"a {noun}"),
-            f"for {samples[0].name}, it would be {alone[samples[0]]}",
+            + ("all of its layers" if noun == "layer" else f"a {noun.replace(' or ', ' and a ')}"),
+            f"for {samples[0].name}, it would be {alone[samples[0]]}"
+            + ("; if these are reference images, set conditioning_roles: reference" * only_control),
         )
     return samples, alone
 
@@ -275,7 +279,7 @@ def missing_partners(spec: InputKeys) -> list[str]:
         for line in describe_missing(
             dataset,
             *samples_in(spec, dataset, dataset_files.list_files(expand(dataset.path))),
-            noun_of_references(spec),
+            noun_of_references(spec, roles=dataset.roles),
         )
     ]
 
@@ -291,7 +295,7 @@ def samples_in(
     if get_family(spec.model_family).frame_step:
         paths = files.videos + paths
     try:
-        return split_samples(dataset, paths, noun_of_references(spec))
+        return split_samples(dataset, paths, noun_of_references(spec, roles=dataset.roles))
     except (SpecError, OSError):  # reported by another check
         return paths, {}
 
@@ -302,8 +306,9 @@ def describe_missing(
     """Return a sentence on the samples without a conditioning image; empty if there are none."""
     if not alone:
         return []
-    # Of several layers, the file says which one is missing.
-    lost = [str(path) for path in alone.values()] if noun == "layer" else [p.name for p in alone]
+    # Of several layers or roles, the file says which one is missing.
+    several = noun == "layer" or " or " in noun
+    lost = [str(path) for path in alone.values()] if several else [path.name for path in alone]
     names = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
     return [
         f"{len(alone)} of {len(samples)} images in {dataset.path}: no {noun} "
@@ -339,7 +344,8 @@ def find_unusable(spec: InputKeys) -> list[str]:
             continue
         files = dataset_files.list_files(root)
         pictures, alone = samples_in(spec, dataset, files)
-        sentences += describe_missing(dataset, pictures, alone, noun_of_references(spec))
+        noun = noun_of_references(spec, roles=dataset.roles)
+        sentences += describe_missing(dataset, pictures, alone, noun)
         total = len(pictures)
         seen = pictures[:: -(-total // MOST) or 1]
         broken = sum(not _is_image(path) for path in seen)

@@ -36,6 +36,7 @@ from engine.data.index.views import (
     keyframes_of,
     random_mask,
     reference_view,
+    role_of,
     view_of,
 )
 from engine.data.read.images import DECODER, decode
@@ -47,13 +48,14 @@ from jobs.spec.families import (
     needs_first_frame,
     needs_last_frame,
     noun_of_references,
-    references_of,
+    takes_control_videos,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from engine.data.index.data_index import DataIndex, Sample
+    from engine.data.index.views import ReferenceView
     from engine.run_context import RunContext
     from jobs.spec.job_spec import InputKeys, JobSpec
     from jobs.spec.keys.data import DataKeys
@@ -66,6 +68,7 @@ MASKING: Final = 1
 
 _COLOURS: Final = 3  # channels of pixels; a fourth one is a mask
 _WHITE: Final = 128
+_CELL: Final = 8  # pixels of a side of Wan 2.1's latents
 _READ_AHEAD: Final = 3  # images decoded while one is encoded
 _READERS: Final = 2  # threads
 
@@ -120,9 +123,16 @@ class LatentKeys:
         facts |= keyframe_facts(item, number, self._spec) | self._facts
         return self._cache.key(content=item.digest, **facts)
 
-    def gray(self, sample: int) -> str:
-        """Return the cache key of gray frames in the shape of a sample."""
-        return self._cache.key(gray=list(self._index.samples[sample].bucket), **self._facts)
+    def control(self, sample: int, view: int) -> tuple[str, str]:
+        """Return the keys of what a control video keeps, and of what it leaves to the model.
+
+        All of it is left: what is kept are gray frames in the shape of the sample. They stand for
+        the control video as well where there is none.
+        """
+        item = self._index.samples[sample]
+        gray = self._cache.key(gray=list(item.bucket), **self._facts)
+        number = role_of(item, "")
+        return gray, gray if number is None else self.reference(sample, view, number)
 
     def reference(self, sample: int, view: int, number: int) -> str:
         """Return the cache key of a conditioning image, cropped to match a view of its sample.
@@ -135,7 +145,9 @@ class LatentKeys:
         if makes_layers(self._spec):
             facts = shown.facts()
         content = reference.digest
-        if item.is_video:
+        if reference.role:
+            facts |= {"role": reference.role}
+        elif item.is_video:
             facts |= {"frames": item.bucket[2], "fps": self._spec.fps}
         if self._masks:
             drawn = {} if reference.path else {"random_mask": [MASKING, shown.mask]}
@@ -153,7 +165,10 @@ def prepare_latents(
         NotFiniteError: The VAE returned non-finite values. Nothing of that image is cached.
     """
     spec, family = run.spec, run.family
-    keys, takes = LatentKeys(spec, cache, run.model_root, index), references_of(spec)
+    keys, controlled = (
+        LatentKeys(spec, cache, run.model_root, index),
+        takes_control_videos(spec),
+    )
     beginning = "first and last frames" if needs_last_frame(spec) else "first frame"
     drawn: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
     given: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
@@ -163,10 +178,11 @@ def prepare_latents(
         drawn[keys(sample, view)] = item.name, partial(to_pixels, item, seen, spec)
         for number in range(len(item.references)):
             read = partial(reference_pixels, item, number, seen, spec)
-            given[keys.reference(sample, view, number)] = _reference_name(item, spec), read
-        if item.references and takes is not None and takes.videos:
+            name = _reference_name(item, spec, number)
+            given[keys.reference(sample, view, number)] = name, read
+        if controlled:
             gray = partial(torch.zeros, 1, _COLOURS, *item.bucket[::-1])  # (1, 3, F, H, W)
-            given[keys.gray(sample)] = "gray frames", gray
+            given[keys.control(sample, view)[0]] = "gray frames", gray
         if item.from_first and needs_first_frame(spec):
             read = partial(beginning_pixels, item, seen, spec)
             given[keys.beginning(sample, view)] = f"the {beginning} of {item.name}", read
@@ -316,8 +332,10 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
     if not reference.path:
         return masked_pixels(to_pixels(sample, view, spec), random_mask(sample, view))
     part = reference_view(reference, sample, view)
+    if reference.role:
+        return padded_pixels(reference_picture(sample, number, spec), part)
     if sample.is_video:
-        name, path = _reference_name(sample, spec), reference.path
+        name, path = _reference_name(sample, spec, number), reference.path
         with _report_unreadable(name):
             shown = replace(sample, path=path, digest=reference.digest, name=name)
             frames = _frames(shown, spec, sample.bucket[2])
@@ -330,6 +348,22 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
         return masked_pixels(to_pixels(sample, view, spec), picture)
     pixels = _scaled([picture])
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+
+
+def padded_pixels(picture: Image.Image, view: ReferenceView) -> torch.Tensor:
+    """Return an image as large as it fits into a view, in the middle of white, `(1, 3, 1, H, W)`.
+
+    As `WanVACEPipeline` and the authors' code do it. Its sides become multiples of a latent's.
+    """
+    width, height = (side // _CELL * _CELL or side for side in picture.size)
+    pixels = _scaled([picture.resize((width, height), Image.Resampling.LANCZOS)])[:, :, 0]
+    scale = min(view.size[0] / width, view.size[1] / height)
+    across, down = int(width * scale), int(height * scale)
+    pixels = functional.interpolate(pixels, (down, across), mode="bilinear", align_corners=False)
+    left, top = (view.size[0] - across) // 2, (view.size[1] - down) // 2
+    canvas = torch.ones(1, _COLOURS, *view.size[::-1])
+    canvas[:, :, top : top + down, left : left + across] = pixels
+    return (canvas.flip(-1) if view.flip else canvas).unsqueeze(2)
 
 
 def masked_pixels(pixels: torch.Tensor, mask: Image.Image) -> torch.Tensor:
@@ -358,7 +392,7 @@ def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Ima
         UserError: The file changed after it was indexed.
     """
     reference = sample.references[number]
-    name = _reference_name(sample, spec)
+    name = _reference_name(sample, spec, number)
     with _report_unreadable(name):
         content = read_reference(reference, sample, spec)
     _check(name, hashlib.sha256(content).hexdigest(), reference.digest)
@@ -435,8 +469,9 @@ def _check(name: str, digest: str, seen: str) -> None:
         raise UserError(f"{name} changed while the job was preparing its data", "resume the job")
 
 
-def _reference_name(sample: Sample, spec: InputKeys) -> str:
-    return f"the {noun_of_references(spec)} of {sample.name}"
+def _reference_name(sample: Sample, spec: InputKeys, number: int) -> str:
+    role = sample.references[number].role or "control"
+    return f"the {noun_of_references(spec, roles=[role])} of {sample.name}"
 
 
 def _checked(latents: torch.Tensor, vae: Any, name: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ from engine.data.encode.tensor_cache import (
     together,
 )
 from engine.data.index.data_index import Sample, read_content, weights_of
-from engine.data.index.views import FITTING, fit, view_of
+from engine.data.index.views import FITTING, fit, in_frames, view_of
 from engine.data.read.masks import read_mask
 from jobs.errors import UserError
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
@@ -67,7 +67,8 @@ class LossWeights:
             latents: `(C, h, w)` or `(C, f, h, w)`; only the shape is used.
 
         Returns:
-            A scalar if the job has no masks, else `(1, h, w)` or `(1, 1, h, w)`.
+            A scalar if the job has no masks, else `(1, h, w)` or `(1, 1, h, w)`; `(1, f, h, w)`
+            with reference images in frames of their own.
         """
         weight = torch.tensor(self._weights[number])
         return self.of_mask(number, view, latents) * weight if self.masked else weight
@@ -79,7 +80,10 @@ class LossWeights:
         if self._samples[number].mask:
             key = mask_key(self._masks, self._samples[number], view, (height, width), self._spec)
             cells = normalised(self._masks.read(key)["mask"], self._spec.unmasked_weight)
-        return cells.view(*[1] * (latents.dim() - 2), height, width)
+        cells = cells.view(*[1] * (latents.dim() - 2), height, width)
+        if before := len(in_frames(self._samples[number])):  # the mask is not theirs
+            return torch.cat([torch.ones(1, before, height, width), cells], dim=1)
+        return cells
 
 
 def normalised(mask: torch.Tensor, unmasked: float) -> torch.Tensor:

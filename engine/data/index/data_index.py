@@ -29,6 +29,7 @@ from jobs.spec.families import (
     needs_first_frame,
     noun_of_references,
     references_of,
+    takes_control_videos,
 )
 from jobs.spec.keys.prompts import validation_seed_of
 from jobs.spec.rules.buckets import Buckets
@@ -173,7 +174,7 @@ class Sample:
     @property
     def group(self) -> tuple[Any, ...]:
         """Return what the samples of a batch must share: bucket and conditioning shapes."""
-        sizes = tuple(reference.size for reference in self.references)
+        sizes = tuple((*r.size, r.role) if r.role else r.size for r in self.references)
         # Always and never are what they were before there were shares: what checkpoints remember
         # of their data (`engine.checkpoint.data_facts`) is made of this text.
         first = self.from_first if 0 < self.from_first < 1 else bool(self.from_first)
@@ -232,7 +233,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
     Raises:
         UserError: A dataset has nothing usable, or cannot be read.
     """
-    family, noun = get_family(spec.model_family), noun_of_references(spec)
+    family = get_family(spec.model_family)
     samples: list[Sample] = []
     skipped: list[Skipped] = []
     others: list[dict[str, int]] = []
@@ -247,6 +248,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             source = read_archives(dataset, cache_root(spec), videos=family.frame_step > 0)
         else:
             source = read_table(dataset)
+        noun = noun_of_references(spec, roles=dataset.roles)
         source = pair(source, dataset, noun)
         masks: dict[Path, Path] = {}
         if spec.masked_loss == "file":
@@ -271,6 +273,7 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
             memo: Memo = memo,
             masks: dict[Path, Path] = masks,
             default: str | None = default,
+            noun: str = noun,
         ) -> tuple[_Facts | str, tuple[str, str]]:
             none = ("", "")
             if entry.problem:
@@ -359,6 +362,7 @@ class Fitting:
         self._buckets = Buckets(spec, dataset)
         self._takes = references_of(spec)
         self._noun = noun_of_references(spec)
+        self._roles = dataset.roles if takes_control_videos(spec) else ()
         self._only_first = needs_first_frame(spec)
         self._first_frame = 1.0 if self._only_first else float(dataset.first_frame)
         self._last_frame = float(dataset.last_frame)
@@ -419,12 +423,16 @@ class Fitting:
             return (Reference("", None, *bucket, "", aligned=True, scaled=bucket, size=bucket),)
         side = self._spec.conditioning_resolution
         shape = (facts.width, facts.height)
-        return tuple(
+        beside = [
             placed(
                 place, (image.width, image.height, image.digest), shape, bucket, self._takes, side
             )
             for place, image in zip(entry.references, facts.beside, strict=True)
-        )
+        ]
+        for number, role in enumerate(self._roles[: len(beside)]):
+            if role != "control":  # a reference image is not a part of the sample
+                beside[number] = replace(beside[number], role=role, aligned=False)
+        return tuple(beside)
 
     def _frames(self, facts: _Facts) -> int | str:
         if not facts.frames:
@@ -435,6 +443,7 @@ class Fitting:
                 self._spec.fps,
             )
             for each in (facts, *facts.beside)
+            if each.frames
         )
         frames = self._spec.num_frames
         if there < (frames or 1):
@@ -466,12 +475,12 @@ def _add_reference_facts(
 ) -> _Facts | str:
     """Add the facts of an entry's conditioning images, or return why one cannot be used."""
     beside = []
-    for place in entry.references:
+    for place, role in zip(entry.references, dataset.roles, strict=True):
         name = f"{entry.name}:{place.column}" if place.column else place.path
         column = dataset.model_copy(update={"image_column": place.column or dataset.image_column})
         named = Entry(name, Path(place.path), row=entry.row)
         image = _read_facts(named, column, memo)
-        if named.is_video != entry.is_video:
+        if named.is_video != (entry.is_video and role != "reference"):
             image = "a video" if named.is_video else "an image, not a video"
         if isinstance(image, str):
             return f"its {noun} cannot be used: {Path(place.path).name}: {image}"

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from PIL import Image, ImageDraw, ImageOps
 
 from jobs.spec.families import references_of, takes_keyframes
+from jobs.spec.families.references import NOUNS
 from jobs.spec.rules.buckets import enlargement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from engine.data.index.data_index import Sample
     from engine.families.shared.references import Conditioning
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import InputKeys
     from jobs.spec.keys.data import DataKeys
     from jobs.spec.keys.job import JobKeys
+    from jobs.spec.keys.prompts import SampleRequest
 
 
 FITTING: Final = 1
@@ -169,6 +171,8 @@ class Reference:
         scaled: `(width, height)` to which the shown part is resized.
         size: `(width, height)` of the center crop taken after resizing.
         seen: `(width, height)` at which the text encoder sees it; (0, 0) if it does not.
+        role: What it is beside a control video; "" if it is the control video, or if the model
+            takes no videos.
     """
 
     path: str
@@ -180,6 +184,7 @@ class Reference:
     scaled: tuple[int, int] = (0, 0)
     size: tuple[int, int] = (0, 0)
     seen: tuple[int, int] = (0, 0)
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -207,6 +212,16 @@ class ReferenceView:
             "flip": self.flip,
             "conditioning": FITTING,
         }
+
+
+def role_of(sample: Sample, role: str) -> int | None:
+    """Return the number of a sample's first conditioning image in a role; None if none is."""
+    return next((n for n, each in enumerate(sample.references) if each.role == role), None)
+
+
+def in_frames(sample: Sample) -> list[int]:
+    """Return the numbers of a sample's reference images that are frames before its own."""
+    return [n for n, each in enumerate(sample.references) if each.role == "reference"]
 
 
 def placed(
@@ -326,11 +341,33 @@ def keyframes_of(sample: Sample, spec: JobKeys) -> int:
     return 1 + bool(sample.to_last)
 
 
-def fit_frames(picture: Conditioning, size: tuple[int, int], frames: int) -> Conditioning:
-    """Return a conditioning video as large and as long as its prompt's; images as they are."""
-    if not isinstance(picture, list):
-        return picture
-    return [fit(frame, View(size)) for frame in picture[:frames]]
+def prompt_conditions(
+    request: SampleRequest, pictures: Mapping[str, Conditioning]
+) -> list[Conditioning]:
+    """Return what a prompt is conditioned on: images, or a control video before images.
+
+    The control video is as large and as long as the sample.
+
+    Args:
+        request: The prompt.
+        pictures: Its images and videos by path (`engine.data.prepare.read_pictures`).
+    """
+    if not request.roles:
+        return [pictures[path] for path in request.conditioning]
+    view = View((request.width, request.height))
+    conditions: list[Conditioning] = []
+    places = sorted(
+        zip(request.roles, request.conditioning, strict=True),
+        key=lambda place: list(NOUNS).index(place[0]),
+    )
+    for role, path in places:
+        picture = pictures[path]
+        if role == "reference":
+            conditions.append(picture)
+            continue
+        frames = picture if isinstance(picture, list) else [picture]
+        conditions.append([fit(frame, view) for frame in frames[: request.frames]])
+    return conditions
 
 
 def random_mask(sample: Sample, view: View) -> Image.Image:

@@ -49,7 +49,10 @@ SOUND_WEIGHT: Final = "sound_weight"
 
 
 def references_in(condition: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the latents of conditioning images, each `(B, C, h, w)`, in their order."""
+    """Return the latents of conditioning images, each `(B, C, h, w)`, in their order.
+
+    Of models that take videos, a control video comes first.
+    """
     return _numbered(REFERENCE, condition)
 
 

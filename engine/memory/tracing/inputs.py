@@ -27,6 +27,7 @@ from jobs.spec.families import (
     makes_layers,
     needs_first_frame,
     references_of,
+    takes_control_videos,
     takes_keyframes,
 )
 from jobs.spec.keys.prompts import layers_of, requests_of
@@ -149,7 +150,8 @@ def reference_shapes(
         return {FIRST_FRAME: frame}
     if takes.videos:
         channels, *cells = latents_shape(spec, config, size, frames)
-        return {f"{REFERENCE}0": ((2 * channels, *cells), torch.float32)}
+        control = {f"{REFERENCE}0": ((2 * channels, *cells), torch.float32)}
+        return control | {f"{REFERENCE}{number}": frame for number in range(1, count)}
     side = spec.conditioning_resolution if training or not takes.fixed else None
     if takes.fit is not None:
         size = takes.fit(size[0] * _LARGE, size[1] * _LARGE, side).size
@@ -190,9 +192,11 @@ def sound_shapes(
 def references(spec: DataPlanKeys, *, training: bool) -> int:
     """Return the highest number of conditioning images of any training sample or prompt."""
     takes = references_of(spec)
-    single = takes is not None and (takes.masks or takes.layers or takes.videos)
+    single = takes is not None and (takes.masks or takes.layers)
     if single or needs_first_frame(spec):
         return 1
+    if takes_control_videos(spec):  # a control video, which is gray where there is none
+        return 1 + frames_before(spec, training=training)
     if training:
         return max(
             (
@@ -202,6 +206,14 @@ def references(spec: DataPlanKeys, *, training: bool) -> int:
             default=0,
         )
     return max((len(request.conditioning) for request in requests_of(spec)), default=0)
+
+
+def frames_before(spec: DataPlanKeys, *, training: bool) -> int:
+    """Return the most reference images that are frames before a video's own."""
+    if not takes_control_videos(spec):
+        return 0
+    parts = (spec.datasets or []) if training else spec.validation_prompts
+    return max((entry.roles.count("reference") for entry in parts), default=0)
 
 
 def _seen_tokens(spec: InputKeys, size: tuple[int, int], count: int, *, training: bool) -> int:

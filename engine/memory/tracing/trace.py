@@ -16,6 +16,7 @@ from engine.memory.tracing import fakes
 from engine.memory.tracing.fakes import Assume
 from engine.memory.tracing.inputs import (
     caption_shapes,
+    frames_before,
     latents_shape,
     reference_shapes,
     references,
@@ -279,7 +280,10 @@ def batch_of(
         make: Makes a tensor of a size, and of a `dtype` if given.
     """
     spec, config = shape.spec, shape.config
-    latents = make((count, *latents_shape(spec, config, shape.size, shape.frames)))
+    channels, *cells = latents_shape(spec, config, shape.size, shape.frames)
+    if before := frames_before(spec, training=shape.training):
+        cells[0] += before
+    latents = make((count, channels, *cells))
     beside = references(spec, training=shape.training)
     place: dict[str, Any] = {"training": shape.training}
     heard = shape.training or built.family.MAKES_SOUND

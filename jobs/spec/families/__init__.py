@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import Problem, SpecError
 from jobs.spec.families.base import Family, Flavour, Guidance, Objective
-from jobs.spec.families.references import References
+from jobs.spec.families.references import NOUNS, References
 from jobs.spec.values.spellings import did_you_mean
 from jobs.spec.values.value_types import read_family
 
@@ -43,6 +43,7 @@ __all__ = [
     "noun_of_references",
     "references_of",
     "sees_images",
+    "takes_control_videos",
     "takes_first_frame",
     "takes_keyframes",
     "widened_of",
@@ -174,10 +175,26 @@ def references_of(spec: JobKeys) -> References | None:
     return family.references_of(spec.model_flavour) if family is not None else None
 
 
-def noun_of_references(spec: JobKeys, *, of_prompts: bool = False) -> str:
-    """Return what messages call a conditioning image of a job's samples, or of its prompts."""
+def noun_of_references(
+    spec: JobKeys, *, of_prompts: bool = False, roles: Iterable[str] = ()
+) -> str:
+    """Return what messages call a conditioning image of a job's samples, or of its prompts.
+
+    Args:
+        spec: The job.
+        of_prompts: Whether it is a prompt's.
+        roles: What it may be, for models that take videos.
+    """
     takes = references_of(spec) or References(None)
+    if takes.videos and (named := dict.fromkeys(roles)):
+        return " or ".join(NOUNS[role] for role in named)
     return takes.noun_of_prompts if of_prompts else takes.noun
+
+
+def takes_control_videos(spec: JobKeys) -> bool:
+    """Whether a job's model makes videos from control videos and reference images."""
+    takes = references_of(spec)
+    return takes is not None and takes.videos
 
 
 def makes_layers(spec: JobKeys) -> bool:

@@ -37,6 +37,10 @@ PREFERRED: Final = (
 )
 
 
+NOUNS: Final = {"control": "control video", "reference": "reference image"}
+"""What messages call a conditioning image, by its role, of models that take videos."""
+
+
 class Fit(NamedTuple):
     """What becomes of a conditioning image, in pixels.
 
@@ -67,7 +71,8 @@ class References:
             without that part. Prompts have the image before its mask.
         layers: Whether a sample's are its layers, from the back, with transparency: the model is
             given the image, and makes it again with its layers. Prompts have the image.
-        videos: Whether they are videos as long as the sample; of a single image, an image.
+        videos: Whether they are a control video as long as the sample (of a single image, an image)
+            and reference images, which are frames before it; `conditioning_roles` tells them apart.
     """
 
     fit: Callable[[int, int, int | None], Fit] | None

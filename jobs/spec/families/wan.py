@@ -21,9 +21,10 @@ _I2V_A14B: Final[dict[str, Any]] = {
     "first_frame": True,
     "needs_first_frame": True,
 }
+_MOST: Final = 10  # conditioning images of VACE; a limit of ours, none of the model's
 _VACE: Final[dict[str, Any]] = {
     "marks": {"_class_name": "WanVACEPipeline"},
-    "references": References(fit=None, required=True, videos=True),
+    "references": References(fit=None, most=_MOST, required=True, videos=True),
     "transformer": "WanVACETransformer3DModel",
     "more_blocks": ("WanVACETransformerBlock",),
     "not_routed": "its control blocks add to the tokens of all layers",

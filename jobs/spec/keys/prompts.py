@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_serializer
 from pydantic_core import PydanticCustomError
 
-from jobs.spec.families import FAMILIES, latent_step_of, makes_layers
-from jobs.spec.values.datasets import Texts
+from jobs.spec.families import FAMILIES, latent_step_of, makes_layers, takes_control_videos
+from jobs.spec.values.datasets import Role, Roles, Texts, roles_of
 from jobs.spec.values.resolutions import all_resolutions, largest_resolution
 from jobs.spec.values.spellings import as_list, as_mapping, as_none, normal_key
 
@@ -74,6 +74,7 @@ class ValidationPrompt(BaseModel):
         true_cfg_scale: Scale of classifier-free guidance, for guidance-distilled models.
         num_frames: Number of frames of a video.
         conditioning_image: Paths of images, for models that take them.
+        conditioning_roles: What each of them is, for models that take videos; see `roles_of`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -87,6 +88,12 @@ class ValidationPrompt(BaseModel):
     true_cfg_scale: float | None = Field(None, ge=0)
     num_frames: int | None = Field(None, ge=1, le=4096)
     conditioning_image: Texts = None
+    conditioning_roles: Roles = None
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Return what each of its conditioning images is."""
+        return roles_of(self.conditioning_roles, len(self.conditioning_image or ()))
 
     @model_serializer
     def _as_written(self) -> str | dict[str, Any]:
@@ -112,6 +119,7 @@ class SampleRequest:
         guided: Whether the negative prompt has an effect, as in stock pipelines.
         frames: Number of frames of a video; 1 for an image.
         conditioning: Paths of its conditioning images.
+        roles: What each of them is, for models that take videos; else empty.
         layers: How many layers to split its conditioning image into; 0 for most models.
     """
 
@@ -126,6 +134,7 @@ class SampleRequest:
     guided: bool
     frames: int = 1
     conditioning: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ()
     layers: int = 0
 
 
@@ -219,6 +228,7 @@ def _request(entry: ValidationPrompt, spec: DataPlanKeys) -> SampleRequest:
         guided=guided,
         frames=frames_of(length, spec.model_family),
         conditioning=tuple(entry.conditioning_image or ()),
+        roles=entry.roles if takes_control_videos(spec) else (),
         layers=layers_of(spec),
     )
 

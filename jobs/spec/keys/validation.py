@@ -33,7 +33,7 @@ class ValidationKeys(Keys):
         VALIDATION,
         "Prompts to sample while training: texts, or mappings with prompt, "
         "negative_prompt, resolution, steps, guidance, seed, true_cfg_scale, num_frames, "
-        "conditioning_image (a path or several).",
+        "conditioning_image (a path or several), conditioning_roles (what each of them is).",
         resume="same",
         blank="a fox in snow | a drawing of a fox",
         label="prompts",

@@ -17,22 +17,24 @@ from jobs.spec.families import (
     needs_last_frame,
     noun_of_references,
     references_of,
+    takes_control_videos,
     takes_first_frame,
     takes_keyframes,
     widened_of,
 )
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.strategy import world_size
-from jobs.spec.values.datasets import CONDITIONING, regularizes, sources_of
+from jobs.spec.values.datasets import CONDITIONING, regularizes, roles_of, sources_of
 from jobs.spec.values.hub_names import why_refused
 from jobs.spec.values.resolutions import all_resolutions, has_several
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator, Sequence
 
     from jobs.spec.families import Family, References
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
     from jobs.spec.keys.data import DataKeys
+    from jobs.spec.values.datasets import Role
 
 
 _FINEST: Final = 16  # minimum bucket step in pixels
@@ -371,6 +373,31 @@ def _one_place(spec: DataKeys) -> Conflict | None:
     return None
 
 
+def _roles(spec: DataPlanKeys) -> Conflict | None:
+    """Check what conditioning images are said to be."""
+    for key, what, named, count in _with_roles(spec):
+        if named and not takes_control_videos(spec):
+            text = f"{what} has conditioning_roles, which only models with control videos have"
+            return Conflict(key, f"{text}; remove it", named=True)
+        if named and len(named) != count:
+            text = f"{what} has {count} conditioning images and {len(named)} conditioning_roles"
+            return Conflict(key, f"{text}; name one for each", named=True)
+        if roles_of(named, count).count("control") > 1:
+            return Conflict(
+                key, f"{what} has several control videos; the model follows one", named=True
+            )
+    return None
+
+
+def _with_roles(spec: DataPlanKeys) -> Iterator[tuple[str, str, Sequence[Role] | None, int]]:
+    """Yield key, name, `conditioning_roles` and number of images of each dataset and prompt."""
+    for entry in spec.datasets or []:
+        yield "datasets", entry.path, entry.conditioning_roles, entry.references
+    for prompt in spec.validation_prompts:
+        count = len(prompt.conditioning_image or ())
+        yield "validation_prompts", f'"{prompt.prompt}"', prompt.conditioning_roles, count
+
+
 def _needs(spec: DataPlanKeys) -> Conflict | None:
     """Check models that require a conditioning image."""
     takes = references_of(spec)
@@ -448,9 +475,8 @@ def _count(spec: DataPlanKeys) -> Conflict | None:
     for key, what, count in counts:
         if count > takes.most:
             limit = f"at most {takes.most}" if takes.most > 1 else "only one"
-            return Conflict(
-                key, f"{what} has {count} {takes.noun}s; the model takes {limit}", named=True
-            )
+            noun = "conditioning image" if takes.videos else takes.noun
+            return Conflict(key, f"{what} has {count} {noun}s; the model takes {limit}", named=True)
         if not count and takes.required:
             return Conflict(
                 key,
@@ -536,6 +562,7 @@ CONDITIONING_RULES = (
     _first_frame,
     _last_frame,
     _one_place,
+    _roles,
     _needs,
     _count,
     _longest_text,

@@ -43,6 +43,9 @@ _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 # Keys for the location of conditioning images, of which a dataset has one, and other tools' names
 # for them.
 CONDITIONING: Final = ("conditioning_path", "conditioning_suffix", "conditioning_column")
+
+Role = Literal["control", "reference"]
+"""What a conditioning image is to a model that makes videos from control videos."""
 _OTHER_NAMES: Final = {
     "control_path": "conditioning_path",
     "control_directory": "conditioning_path",
@@ -69,6 +72,14 @@ Texts = Annotated[
     Field(min_length=1),
     BeforeValidator(_read_texts),
 ]
+Roles = Annotated[list[Role] | None, Field(min_length=1), BeforeValidator(_read_texts)]
+
+
+def roles_of(named: Sequence[Role] | None, count: int) -> tuple[Role, ...]:
+    """Return the role of each of some conditioning images: the first is the control by default."""
+    if named:
+        return tuple(named)
+    return tuple("reference" if number else "control" for number in range(count))
 
 
 class Dataset(BaseModel):
@@ -96,6 +107,7 @@ class Dataset(BaseModel):
             in the same folder, for example `_control`.
         conditioning_column: Columns with conditioning images in tables, or with their paths in
             metadata files.
+        conditioning_roles: What each of these is, for models that take videos; see `roles_of`.
         first_frame: Whether the model is given the first frame of each video; a number is the
             share of the micro-batches in which it is.
         last_frame: The same of the last frame, and of the micro-batches with the first.
@@ -119,6 +131,7 @@ class Dataset(BaseModel):
     conditioning_path: Texts = None
     conditioning_suffix: Texts = None
     conditioning_column: Texts = None
+    conditioning_roles: Roles = None
     first_frame: Share = False
     last_frame: Share = False
 
@@ -147,6 +160,11 @@ class Dataset(BaseModel):
     def references(self) -> int:
         """Return the number of conditioning images of each sample."""
         return max(len(folders or ()) for folders in (getattr(self, name) for name in CONDITIONING))
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Return what each of them is."""
+        return roles_of(self.conditioning_roles, self.references)
 
     @property
     def sources(self) -> list[str]:
@@ -319,7 +337,7 @@ def _entry(entry: Any) -> Any:
 class Pairs:
     """The conditioning images of a folder's samples, with `conditioning_path` or `_suffix`.
 
-    Those of videos are videos.
+    Those of videos are videos, except for reference images.
 
     Args:
         dataset: The folder.
@@ -333,6 +351,7 @@ class Pairs:
         self._root = expand(dataset.path)
         self._folders = [expand(path) for path in dataset.conditioning_path or ()]
         self._suffixes = dataset.conditioning_suffix or []
+        self._roles = dataset.roles
         listed = [dataset_files.list_files(folder) for folder in self._folders]
         self._beside = {
             is_video: [
@@ -355,24 +374,32 @@ class Pairs:
         together = [
             sample.with_name(sample.stem + suffix + sample.suffix) for suffix in self._suffixes
         ]
-        return apart or together
+        return [
+            path.with_suffix(".png") if _is_video(path) and role == "reference" else path
+            for path, role in zip(apart or together, self._roles, strict=True)
+        ]
 
     def existing_paths(self, sample: Path) -> list[Path | None]:
         """Return a sample's conditioning images, of any file type; None for each missing one."""
-        stem, kind = _stem(sample, self._root), _is_video(sample)
+        stem, moves = _stem(sample, self._root), _is_video(sample)
+        kinds = [moves and role != "reference" for role in self._roles]
         if self._folders:
-            return [paths.get(stem) for paths in self._beside[kind]]
-        own = self._own[kind]
-        return [own.get(stem + dataset_files.same_name(suffix)) for suffix in self._suffixes]
+            return [self._beside[kind][n].get(stem) for n, kind in enumerate(kinds)]
+        return [
+            self._own[kind].get(stem + dataset_files.same_name(suffix))
+            for suffix, kind in zip(self._suffixes, kinds, strict=True)
+        ]
 
     def is_sample(self, path: Path) -> bool:
         """Return whether a file is a sample rather than a conditioning image of another sample."""
         if any(path.is_relative_to(folder) for folder in self._folders):
             return self._root in self._folders  # images may condition themselves
-        stem = _stem(path, self._root)
+        stem, moves = _stem(path, self._root), _is_video(path)
+        suffixes = map(dataset_files.same_name, self._suffixes)
         return not any(
-            stem.endswith(suffix) and stem.removesuffix(suffix) in self._own[_is_video(path)]
-            for suffix in map(dataset_files.same_name, self._suffixes)
+            stem.endswith(suffix) and stem.removesuffix(suffix) in self._own[kind]
+            for suffix, role in zip(suffixes, self._roles, strict=False)
+            for kind in ({moves, True} if role == "reference" else {moves})
         )
 
 

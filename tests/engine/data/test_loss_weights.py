@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine.data.encode.loss_weights import LossWeights, cells_of, mask_key, nor
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.index.batch_plan import shares_of
 from engine.data.index.data_index import build_index, hold_out, weights_of
+from engine.data.index.views import Reference
 from engine.data.read.images import decode_opacity
 from engine.data.read.masks import read_mask
 from engine.data.report import make_plan, make_report, sample_texts, summary
@@ -244,6 +246,11 @@ def test_weights_and_masks_of_a_sample_are_one_factor(tmp_path: Path) -> None:
     assert first[0, 0].tolist() == [6, 6, 0, 0]
     assert weights.of(1, 0, torch.zeros(16, 1, 4, 4)).shape == (1, 1, 4, 4), "a video's"
     assert weights.of(1, 0, latents).unique().tolist() == [3]
+    who = Reference("who.png", None, 8, 8, "", role="reference")
+    beside = LossWeights(spec, [replace(samples[0], references=(who, who))], cache)
+    frames = beside.of(0, 0, torch.zeros(16, 3, 4, 4))[0]
+    assert frames[:2].unique().tolist() == [3], "of reference images, all counts"
+    assert torch.equal(frames[2], first[0])
     plain = LossWeights(job("d", root=tmp_path, missing_captions="empty"), samples[1:], cache)
     assert not plain.active
 

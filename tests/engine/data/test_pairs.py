@@ -13,7 +13,14 @@ from PIL import Image
 from engine.data.encode.latents import reference_pixels, to_pixels
 from engine.data.index import views
 from engine.data.index.data_index import DataIndex, build_index, read_reference
-from engine.data.index.views import fit, fit_reference, fit_whole, reference_view, view_of
+from engine.data.index.views import (
+    fit,
+    fit_reference,
+    fit_whole,
+    prompt_conditions,
+    reference_view,
+    view_of,
+)
 from engine.data.prepare import read_pictures
 from engine.data.read.images import decode
 from engine.data.report import changed_since, make_plan, make_report
@@ -21,6 +28,7 @@ from jobs.errors import SpecError, UserError
 from jobs.preflight.data import check_dataset, find_unusable, missing_partners
 from jobs.spec.families.references import References, to_area_at_most, to_preferred
 from jobs.spec.file.load import load_spec
+from jobs.spec.keys.prompts import requests_of
 from tests.support.images.videos import record
 
 if TYPE_CHECKING:
@@ -140,9 +148,58 @@ def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no such control video"):
         check_dataset(load_spec(None, values | {"validation_prompts": [absent]}))
     one = prompt | {"num_frames": 1, "conditioning_image": str(tmp_path / "control/c.png")}
-    (read,) = read_pictures(load_spec(None, values | {"validation_prompts": [one]})).values()
-    assert isinstance(read, list)
-    assert len(read) == 1
+    asked = load_spec(None, values | {"validation_prompts": [one]})
+    ((frame,),) = prompt_conditions(*requests_of(asked), read_pictures(asked))
+    assert frame.size == (64, 64)
+
+
+@pytest.mark.parametrize("place", ["path", "suffix"])
+def test_reference_images_are_beside_videos_and_images(tmp_path: Path, place: str) -> None:
+    """Always images; a control video of the same name is none, and the other way around."""
+    for name in ("a", "b", "a_pose", "b_pose"):
+        path = tmp_path / "data" / f"{name}.mp4"
+        path.parent.mkdir(exist_ok=True)
+        record(path, [np.full((64, 64, 3), 40 * n, np.uint8) for n in range(5)])
+        path.with_suffix(".txt").write_text(name)
+    for name in ("a_who", "c", "c_pose", "c_who"):
+        draw(tmp_path / f"data/{name}.png", caption=name)
+    if place == "path":
+        for file in [path for path in (tmp_path / "data").iterdir() if "_" in path.name]:
+            stem, folder = file.stem.split("_")
+            (tmp_path / folder).mkdir(exist_ok=True)
+            file.rename(tmp_path / folder / f"{stem}{file.suffix}")
+    named = {
+        "path": [str(tmp_path / "pose"), str(tmp_path / "who")],
+        "suffix": ["_pose", "_who"],
+    }[place]
+    values = {
+        "pretrained_model_name_or_path": "m",
+        "model_family": "wan",
+        "model_flavour": "2.1-vace-1.3b",
+        "datasets": [{"path": str(tmp_path / "data"), f"conditioning_{place}": named}],
+        "resolution": 64,
+        "fps": 8,
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    spec = load_spec(None, values)
+    index = build_index(spec)
+    assert [sample.name for sample in index.samples] == ["a.mp4", "c.png"]
+    assert [[one.role for one in sample.references] for sample in index.samples] == [
+        ["", "reference"]
+    ] * 2
+    assert [sample.bucket[2] for sample in index.samples] == [5, 1]
+    (lost,) = index.skipped
+    assert lost.why.startswith("no control video or reference image: ")
+    missing = lost.why.removesuffix(" does not exist").rpartition(": ")[2]
+    assert missing.endswith({"path": "who/b.png", "suffix": "data/b_who.png"}[place])
+    assert missing_partners(spec) == [
+        f"1 of 3 images in {tmp_path / 'data'}: no control video or reference image ({missing}), "
+        "will be skipped."
+    ]
+    groups = [sample.group for sample in index.samples]
+    assert groups[0] == ((64, 64, 5), ((64, 64), (64, 64, "reference")), False)
+    index.save(tmp_path / "index.json")
+    assert DataIndex.load(tmp_path / "index.json").samples == index.samples
 
 
 def test_files_with_a_suffix(tmp_path: Path, job: Callable[..., JobSpec]) -> None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
-from diffusers import Flux2Pipeline, FluxKontextPipeline, QwenImageEditPipeline
+from diffusers import (
+    Flux2Pipeline,
+    FluxKontextPipeline,
+    QwenImageEditPipeline,
+    WanVACEPipeline,
+)
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
@@ -25,11 +31,18 @@ from transformers.utils import is_torchvision_available
 
 from engine import families
 from engine.data.encode import texts as encode_texts
-from engine.data.encode.latents import mask_channels, masked_pixels, prepare_latents
+from engine.data.encode.latents import (
+    mask_channels,
+    masked_pixels,
+    padded_pixels,
+    prepare_latents,
+)
 from engine.data.encode.tensor_cache import TensorCache
 from engine.data.encode.texts import Text, TextKeys, prompt_images
+from engine.data.index.batch_plan import Draw
 from engine.data.index.data_index import build_index
-from engine.data.index.views import fit_whole
+from engine.data.index.views import ReferenceView, fit_whole
+from engine.data.prepare import Prepared
 from engine.diffusion.objective import NoisySample
 from engine.families.shared.references import (
     BEGINNING,
@@ -41,10 +54,13 @@ from engine.families.shared.references import (
     first_frame_of,
     joint,
     loss_inputs,
+    references_in,
 )
+from engine.families.wan import _control
 from engine.memory.phases import text_cache
 from engine.memory.tracing.inputs import largest_encoded, latents_shape, reference_shapes
 from engine.memory.tracing.model import build, shape_of
+from engine.memory.tracing.trace import batch_of as batch_of_shape
 from engine.model import text_encoders
 from engine.model.adapters import lora
 from engine.model.files import weights
@@ -74,6 +90,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from jobs.spec.job_spec import JobSpec
     from jobs.spec.keys.prompts import SampleRequest
 
 END = "<|im_end|>\n<|im_start|>assistant\n"
@@ -346,21 +363,35 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
 
 @pytest.mark.slow
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "roles",
+    [["control"], ["control", "reference", "reference"], ["reference"]],
+    ids="-".join,
+)
 def test_a_control_video_is_as_in_the_pipeline(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    roles: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """What the control blocks are given, as a job caches it of a sample, and what is predicted."""
+    """What the control blocks are given, as a job caches it of a sample, and what is predicted.
+
+    Of reference images in the order of the authors' code, which the pipeline reverses.
+    """
     case = Case("wan:2.1-vace-1.3b", toys_root(tmp_path_factory))
-    index, cache = build_index(case.spec()), TensorCache(tmp_path, "latents")
-    with preparing(case, case.family, tmp_path) as run:
+    images = iter((case.paths.control, case.paths.data))
+    places = [case.control_videos if role == "control" else next(images) for role in roles]
+    entry = {"path": str(case.videos), "conditioning_path": [str(place) for place in places]}
+    spec = case.spec(datasets=[entry | {"conditioning_roles": roles}])
+    index, cache = build_index(spec), TensorCache(tmp_path, "latents")
+    with preparing(case, case.family, tmp_path, spec) as run:
         keys = prepare_latents(run, cache, index, [(0, 0)])
-    parts = (keys.gray(0), keys.reference(0, 0, 0))
-    control = torch.cat([cache.read(key)["latents"] for key in parts])[None]
-    (reference,) = index.samples[0].references
+    data = Prepared(spec, index, Mock(), [], [], cache, keys, Mock())
+    condition = {n: part[None] for n, part in data.references_of(Draw(0, 0), 0).items()}
+    latents = data.latents_of(Draw(0, 0))[None]
+    before = roles.count("reference")
     request = case.request(
         resolution=case.side,
         num_frames=case.frames,
-        conditioning_image=reference.path,
+        conditioning_image=[reference.path for reference in index.samples[0].references],
+        conditioning_roles=roles,
         guidance=1.0,
     )
     pipeline, calls = case.stock(), []
@@ -368,21 +399,52 @@ def test_a_control_video_is_as_in_the_pipeline(
         lambda module, args, kwargs, output: calls.append((kwargs, output[0])), with_kwargs=True
     )
     case.run(pipeline, request, output_type="latent")
-    config = dict(pipeline.transformer.config)
-    shapes = reference_shapes(case.spec(), config, (case.side, case.side), 1, case.frames)
-    assert shapes[f"{REFERENCE}0"][0] == control.shape[1:]
+    shape = shape_of(spec, sharded=False)
+    assert shape is not None
+    counted = batch_of_shape(build(shape), shape, 1)
+    assert counted.latents.shape == latents.shape
+    assert {n: counted.condition[n].shape for n in condition} == {
+        n: part.shape for n, part in condition.items()
+    }
     text = batch_of(case.encoded(PROMPT, request=request))
     assert calls
     for told, expected in list(calls):
         given = told["control_hidden_states"]
-        assert torch.allclose(given[:, :32], control, rtol=1e-3, atol=1e-3)
-        assert torch.equal(given[:, 32:], torch.ones_like(given[:, 32:])), "64 masks"
+        own = _control(*references_in(condition))
+        assert torch.allclose(given, own, rtol=1e-3, atol=1e-3)
+        assert torch.equal(given[:, 32:].mean((0, 1, 3, 4)), torch.tensor([0.0] * before + [1, 1]))
+        assert torch.equal(latents[:, :, :before], own[:, :16, :before]), "they are to be made too"
         level, noisy = told["timestep"] / 1000, told["hidden_states"]
+        assert noisy.shape == latents.shape
         limit = 1e-3 * float(expected.abs().max())
-        for latents, same in ((control, True), (control.flip(-1), False)):
-            condition = text | {f"{REFERENCE}0": latents}
-            found = case.family.predict(pipeline.transformer, noisy, level, condition, 1.0)
+        for parts, same in ((condition, True), (flipped(condition), False)):
+            found = case.family.predict(pipeline.transformer, noisy, level, text | parts, 1.0)
             assert torch.allclose(found, expected, rtol=1e-3, atol=limit) is same
+
+
+def flipped(condition: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: part.flip(-1) for name, part in condition.items()}
+
+
+@pytest.mark.parametrize("size", [(100, 61), (40, 90), (64, 64), (65, 7)])
+def test_a_reference_image_is_what_the_pipeline_makes_of_it(size: tuple[int, int]) -> None:
+    """Nothing is computed by a model."""
+    picture = Image.effect_noise(size, 90).convert("RGB")
+    if min(size) < 8:  # which the pipeline cannot read
+        assert padded_pixels(picture, whole(picture, (64, 48))).shape == (1, 3, 1, 48, 64)
+        return
+    pipeline = WanVACEPipeline(*[None] * 4)
+    *_, ((canvas,),) = pipeline.preprocess_conditions(
+        None, None, [picture], 1, 48, 64, 5, torch.float32, torch.device("cpu")
+    )
+    found = padded_pixels(picture, whole(picture, (64, 48)))
+    assert torch.allclose(found[0, :, 0], canvas, atol=1e-5)
+    mirrored = padded_pixels(picture, replace(whole(picture, (64, 48)), flip=True))
+    assert torch.equal(mirrored, found.flip(-1))
+
+
+def whole(picture: Image.Image, size: tuple[int, int]) -> ReferenceView:
+    return ReferenceView((0, 0, *picture.size), size, size, flip=False)
 
 
 @pytest.mark.slow
@@ -635,14 +697,14 @@ class Spoiling:
 
 
 @contextmanager
-def preparing(case: Case, family: Any, root: Path) -> Iterator[Any]:
+def preparing(case: Case, family: Any, root: Path, spec: JobSpec | None = None) -> Iterator[Any]:
     """A job of one rank that prepares its data."""
     run_dir = RunDir(root / "run")
     run_dir.create()
     telemetry = Telemetry(run_dir, 0)
     world = World(0, 1, torch.device("cpu"), "single", "t")
     try:
-        yield run_context(case.spec(), run_dir, world, telemetry, family=family)
+        yield run_context(spec or case.spec(), run_dir, world, telemetry, family=family)
     finally:
         telemetry.close()
 

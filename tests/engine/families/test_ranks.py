@@ -115,7 +115,10 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         own = case.takes is None or case.takes.layers
         pictures = case.paths.data if own else case.paths.control
         if case.takes is not None and case.takes.videos:
-            prompt["conditioning_image"] = [str(min(case.control_videos.glob("*.mp4")))]
+            prompt["conditioning_image"] = [
+                str(min(place.glob(f"*.{kind}")))
+                for place, kind in ((case.control_videos, "mp4"), (case.paths.control, "png"))
+            ]
         else:
             prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
         if case.facts.needs_last_frame(case.flavour) or case.facts.takes_keyframes(case.flavour):

@@ -192,10 +192,39 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
             {"model_family": "wan", "model_flavour": "2.1-vace-14b", "sample_prompts": ["bare"]},
             '"bare" has no control video, which the model needs; set conditioning_image',
         ),
+        *(
+            (
+                [{"path": "d", **entry}],
+                {"model_family": "wan", "model_flavour": "2.1-vace-14b", **prompt},
+                words,
+            )
+            for entry, prompt, words in (
+                (
+                    {"conditioning_suffix": list("abcdefghijk")},
+                    {},
+                    "d has 11 conditioning images; the model takes at most 10",
+                ),
+                (
+                    {"conditioning_suffix": ["_1", "_2"], "conditioning_roles": ["control"] * 2},
+                    {},
+                    "d has several control videos; the model follows one",
+                ),
+                (
+                    {"conditioning_suffix": ["_1", "_2"], "conditioning_roles": "reference"},
+                    {},
+                    "d has 2 conditioning images and 1 conditioning_roles; name one for each",
+                ),
+                (
+                    {"conditioning_suffix": "_1"},
+                    {"sample_prompts": [{"prompt": "p", "conditioning_roles": "reference"}]},
+                    '"p" has 0 conditioning images and 1 conditioning_roles; name one for each',
+                ),
+            )
+        ),
         (
-            [{"path": "d", "conditioning_suffix": ["_1", "_2"]}],
-            {"model_family": "wan", "model_flavour": "2.1-vace-14b", "context_parallel_size": 2},
-            "d has 2 control videos; the model takes only one",
+            [{"path": "d", "conditioning_path": "c", "conditioning_roles": "reference"}],
+            {},
+            "d has conditioning_roles, which only models with control videos have; remove it",
         ),
         (
             [{"path": "d", "conditioning_path": "c"}],

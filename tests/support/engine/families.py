@@ -20,7 +20,7 @@ from PIL import Image
 
 from engine import families
 from engine.data.encode.texts import prompt_images
-from engine.data.index.views import fit_frames
+from engine.data.index.views import prompt_conditions
 from engine.data.prepare import read_pictures
 from engine.families.shared.collate import collate
 from engine.toy import write_toy
@@ -240,7 +240,10 @@ class Case:
                 entry |= {"first_frame": 0.8, "last_frame": 0.5}
             return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         if self.takes.videos:
-            entry = {"path": str(self.videos), "conditioning_path": str(self.control_videos)}
+            entry = {
+                "path": str(self.videos),
+                "conditioning_path": [str(self.control_videos), str(self.paths.control)],
+            }
             return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         entry = {"path": str(self.paths.data)}
         if not self.takes.masks:  # else they are drawn
@@ -257,13 +260,13 @@ class Case:
                 {
                     "prompt": request.prompt,
                     "conditioning_image": list(request.conditioning),
+                    **({"conditioning_roles": list(request.roles)} if request.roles else {}),
                     **({"num_frames": request.frames} if self.facts.frame_step else {}),
                 }
             ],
             **({"conditioning_resolution": self.side} if takes and takes.fit else {}),
         )
-        found, size = read_pictures(spec), (request.width, request.height)
-        return [fit_frames(found[path], size, request.frames) for path in request.conditioning]
+        return prompt_conditions(request, read_pictures(spec))
 
     def request(self, **changes: Any) -> SampleRequest:
         (request,) = requests_of(self.spec(validation_prompts=[{"prompt": PROMPT} | changes]))

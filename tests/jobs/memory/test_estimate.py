@@ -78,7 +78,7 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(home: Path, log: Path) -> Iterator[Server]:
-    one = Server([*COMMAND, str(log)], patience=20)
+    one = Server([*COMMAND, str(log)], patience=PATIENCE)
     yield one
     one.close()
 
@@ -197,7 +197,7 @@ def test_the_answer_to_a_question_that_was_given_up_is_dropped(home: Path, tmp_p
         "    answer = {'id': asked['id'], 'n': asked['n']}\n"
         "    print('no JSON'); print(json.dumps(answer), flush=True)\n"
     )
-    server = Server([sys.executable, "-c", code], patience=60)
+    server = Server([sys.executable, "-c", code], patience=PATIENCE)
     with pytest.raises(Cancelled):
         server.ask({"n": 1}, begun.exists)
     gate.write_text("go on")

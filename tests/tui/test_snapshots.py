@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 NAMED: Final = re.compile(r"server-[a-z0-9_]{1,8}")
 SIZES: Final = {"80x24": (80, 24), "120x40": (120, 40)}
 FIRST: Final = ("120x40", DARK.name)  # what a plain `pytest` takes
+SLOW: Final = "80x24"
 # Tables and bars, a search, curves, images, a diff, a form, a question.
 LIT: Final = (
     *("dashboard", "log-search", "plots-compare", "job-samples", "job-diff"),
@@ -57,7 +58,10 @@ STEERING: Final = ("jobs.start_job", "jobs.stop_job", "jobs.save_now", "jobs.sam
 
 
 class Pressed(NamedTuple):
-    """A key, the first time that it was met on such a widget or screen."""
+    """A key, the first time that it was met on such a widget or screen.
+
+    At any size but the first, keys are only looked for, and reach nothing.
+    """
 
     scene: str
     node: str
@@ -70,7 +74,7 @@ class Pressed(NamedTuple):
 class Album:
     """The pictures of one size, by theme and scene, and which kinds of screen they show.
 
-    The keys of the first size were pressed, too: by widget or screen, and key.
+    Its keys, by widget or screen, and key; those of the first size were pressed.
     """
 
     def __init__(self) -> None:
@@ -101,7 +105,7 @@ class Albums:
 
 @pytest.fixture(scope="module")
 def albums(request: pytest.FixtureRequest) -> Albums:
-    wanted: dict[str, list[str]] = {FIRST[0]: [FIRST[1]]}
+    wanted: dict[str, list[str]] = {FIRST[0]: [FIRST[1]], SLOW: [FIRST[1]]}
     for item in request.session.items:
         if item.path == request.path and isinstance(item, pytest.Function):
             chosen = getattr(item, "callspec", None)
@@ -138,8 +142,9 @@ async def _take_all(root: Path, size: str, themes: list[str], jobs: bool, taken:
                 taken.pictures[theme, scene.name] = NAMED.sub("server-0", picture)
                 taken.screens.add(type(pilot.app.screen))
                 if theme == shown_in[-1]:
-                    if size == FIRST[0]:
-                        await _press(pilot, scene.name, taken.pressed)
+                    press = size == FIRST[0]
+                    await _press(pilot, scene.name, taken.pressed, really=press)
+                    if press:
                         await pilot.press(*scene.leave)
                         await _back(pilot)  # a form that was typed into asks before it closes
                         await rest(pilot.app)
@@ -147,8 +152,17 @@ async def _take_all(root: Path, size: str, themes: list[str], jobs: bool, taken:
                         await leave(pilot, scene)
 
 
-async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pressed]) -> None:
-    """Press the keys that no scene before had, with a record in place of their actions."""
+async def _press(
+    pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pressed], *, really: bool
+) -> None:
+    """Press the keys that no scene before had, with a record in place of their actions.
+
+    Args:
+        pilot: On the scene.
+        scene: Its name.
+        done: Takes the keys.
+        really: Press them; else they are only looked for.
+    """
     reached: list[str] = []
 
     async def record(action: Any, default_namespace: DOMNode | None = None, *more: Any) -> bool:
@@ -170,7 +184,8 @@ async def _press(pilot: Pilot[None], scene: str, done: dict[tuple[str, str], Pre
                 ours = enabled and binding.id in known
                 if ours and (where, key) not in done:
                     reached.clear()
-                    await pilot.press(key)
+                    if really:
+                        await pilot.press(key)
                     done[where, key] = Pressed(
                         scene, where, key, binding.id, f"{where}.{binding.action}", tuple(reached)
                     )
@@ -188,7 +203,7 @@ async def _back(pilot: Pilot[None]) -> None:
 
 def _looks() -> list[Any]:
     """Scenes with sizes and themes: all but the first look is slow."""
-    looks = (FIRST, ("80x24", DARK.name), ("80x24", LIGHT.name))
+    looks = (FIRST, (SLOW, DARK.name), (SLOW, LIGHT.name))
     return [
         pytest.param(
             scene,
@@ -258,21 +273,32 @@ def test_the_keys_of_a_job_mean_nothing_else_anywhere() -> None:
         assert {"PlotsScreen", "SampleScreen"} < known[name].places
 
 
+@pytest.fixture(scope="module")
+def listed(albums: Albums) -> list[Pressed]:
+    """All keys, as the album shows them whose pictures the slow tests take anyway."""
+    return list(albums.of(SLOW).pressed.values())
+
+
+@pytest.mark.slow
+def test_a_small_terminal_has_every_key(listed: list[Pressed]) -> None:
+    assert set(known_bindings()) - {one.id for one in listed} <= {"app.command_palette"}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")  # some keys start the engine's tools
-async def test_every_key_leaves_the_dashboard_alive(root: Path, pressed: list[Pressed]) -> None:
+async def test_every_key_leaves_the_dashboard_alive(root: Path, listed: list[Pressed]) -> None:
     """Really pressed, in any state that the keys before it have left; what fails ends the app.
 
     One key of each action: that all of them reach it is seen above.
     """
-    first = {(one.node, one.action): one for one in reversed(pressed)}
+    first = {(one.node, one.action): one for one in reversed(listed)}
     async with opened(root, SIZES[FIRST[0]]) as pilot:
         app = pilot.app
         assert isinstance(app, FsdpTui)
         for scene in SCENES:
             keys = [
                 one
-                for one in pressed
+                for one in listed
                 if one.scene == scene.name
                 and one.id not in ENDS
                 and first[one.node, one.action] is one

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 STEPS: Final = 4
-ALONE: Final = {"num_processes": 1, "strategy": "single", "gradient_accumulation_steps": 4}
+SINGLE: Final = {"num_processes": 1, "strategy": "single"}
+ALONE: Final = SINGLE | {"gradient_accumulation_steps": 4}  # the batch of two ranks
 SHARED: Final = {"num_processes": 2, "gradient_accumulation_steps": 2}
 PREFIXES: Final = {"sdxl": ("lora_te1_", "lora_te2_"), "stable_diffusion": ("lora_te_",)}
 
@@ -87,8 +88,8 @@ def test_resumed_to_the_bit_and_the_export_makes_the_same_in_the_stock_pipeline(
     start = str(RunDir(whole).checkpoint(STEPS // 2))
     run(
         {
-            whole: job(case, **ALONE, checkpointing_steps=STEPS // 2),
-            resumed: job(case, **ALONE, resume_from_checkpoint=start),
+            whole: job(case, **SINGLE, checkpointing_steps=STEPS // 2),
+            resumed: job(case, **SINGLE, resume_from_checkpoint=start),
         },
         tmp_path,
         1,
@@ -176,6 +177,7 @@ def test_two_ranks_train_as_one_process_does(
         "learning_rate": 2.0,
         "text_encoder_learning_rate": 1.0,
         "max_grad_norm": 0.05,
+        "max_train_steps": STEPS // 2,
         "validation_prompts": [],
     }
     run({alone: job(case, **ALONE | sgd)}, tmp_path, 1)
@@ -212,11 +214,11 @@ def test_half_precision_and_checkpoints_of_whole_files_and_one_encoder(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     sdxl, older = (Case(n, toys_root(tmp_path_factory)) for n in ("sdxl", "stable_diffusion"))
-    jobs = {tmp_path / n: job(sdxl, **ALONE | how) for n, how in HALF.items()}
+    jobs = {tmp_path / n: job(sdxl, **SINGLE | how) for n, how in HALF.items()}
     whole = tmp_path / "whole files"
     start = str(RunDir(whole).checkpoint(STEPS // 2))
     jobs[tmp_path / "resumed"] = jobs[whole] | {"resume_from_checkpoint": start}
-    jobs[tmp_path / "older"] = job(older, **ALONE)
+    jobs[tmp_path / "older"] = job(older, **SINGLE)
     run(jobs, tmp_path, 1)
     for place in jobs:
         assert np.isfinite(numbers_of(place)).all()

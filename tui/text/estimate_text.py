@@ -331,6 +331,22 @@ def paragraph(text: str, width: int) -> str:
     return textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")
 
 
+def wrapped(text: str, width: int) -> str:
+    """Wrap long lines, except for those of tables, whose columns are two spaces apart."""
+    return "\n".join(
+        line
+        if len(line) <= width or "  " in line.strip()
+        else textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip("0123456789. ")) or 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.split("\n")
+    )
+
+
 def nodes_text(moves: Sequence[Across], gigabits: float, step: float | None) -> str:
     """Describe the traffic of several machines per step, and whether they beat one."""
     rows = []

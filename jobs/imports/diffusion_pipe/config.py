@@ -62,6 +62,9 @@ def read(path: Path) -> Draft:
     if draft.theirs.get("model.type") == "sdxl":
         draft.defaults["model.text_encoder_1_lr"] = draft.theirs.get("optimizer.lr")
     CONFIG.apply(draft)
+    for ours, key in (("learning_rate", "optimizer.lr"), ("optimizer", "optimizer.type")):
+        if ours not in draft.values and not draft.theirs.get(key):
+            draft.report.to_fill_in.append(f"{ours}: the config has no {key}")
     _take_sound(draft)
     draft.values["max_aspect_ratio"] = 0.0
     draft.assume("buckets", "images of any shape are cropped to one", max_aspect_ratio=0.0)

@@ -36,6 +36,12 @@ def read(path: Path) -> Draft:
     refuse_others(values, path, TITLE)
     if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
         raise UserError(f"{path} is not a config of {TITLE}: it has no model")
+    if "model_source" in values["model"]:
+        raise UserError(
+            f"{path} is a config of LTX-Video-Trainer, which trains LTX-Video; those of {TITLE}, for "
+            "LTX-2, can be imported",
+            "write a job with model_family: ltxvideo",
+        )
     theirs = flatten({str(key): value for key, value in values.items()}, keep=_LISTS)
     draft = Draft(theirs, path.absolute().parent)
     draft.values["model_family"] = "ltx2"

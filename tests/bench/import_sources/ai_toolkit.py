@@ -63,7 +63,7 @@ def _real(
     def read() -> Imported:
         return import_ai_toolkit(path) if path is not None else _import(values)
 
-    real = Real(name, read, content=json.dumps(values, sort_keys=True, default=str))
+    real = Real(name, read, content=repr(values))
     try:
         process = copy.deepcopy(values["config"]["process"][0])
         real.values = _values(process, classes)

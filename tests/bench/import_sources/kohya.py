@@ -195,9 +195,10 @@ def _spelled_out(
     command = config.of_file(path) if is_file else read_command(words)[1]
     config.use_file(command)
     flags, added = dict(command.flags), []
-    named = flags.get("dataset_config")
-    place = find_beside(command.folder, str(named), by_name=True) if named else None
-    flags |= {"dataset_config": str(place)} if place is not None else {}
+    for key in ("dataset_config", "sample_prompts"):  # a command has no folder of its own
+        named = flags.get(key)
+        place = find_beside(command.folder, str(named), by_name=True) if named else None
+        flags |= {key: str(place)} if place is not None else {}
     for key, value in vars(args).items():
         if key in flags or key in _NEVER or value in (None, False, ""):
             continue

@@ -201,8 +201,10 @@ def _spelled_out(config: dict[str, Any], path: Path, tool: Tool) -> tuple[Import
             added = {name: value for name, value in added.items() if name not in (key, ours)}
     if config.get("max_train_steps"):
         added.pop("num_train_epochs", None)
-    # Beside links to the files that the configuration may name.
-    folder = tool.folder / "config" / "spelled-out"
+    # Beside links to the files that the configuration may name; another's has none of the tool's.
+    own = path.is_relative_to(tool.folder)
+    folder = tool.folder / "config" if own else tool.folder.with_name(f"{tool.folder.name}-others")
+    folder /= "spelled-out"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for other in path.parent.iterdir():

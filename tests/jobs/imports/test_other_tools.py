@@ -710,6 +710,17 @@ def test_a_dataset_file_of_diffusion_pipe_is_told_from_its_configuration(tmp_pat
         import_file(path)
 
 
+def test_a_rate_that_diffusion_pipes_config_leaves_to_the_optimizer_is_to_fill_in(
+    tmp_path: Path,
+) -> None:
+    """Which the job would take to be its own default."""
+    text = "learning_rate: the config has no optimizer.lr"
+    assert text not in pipe(tmp_path).report.to_fill_in
+    path = tmp_path / "config.toml"
+    path.write_text(path.read_text().replace("lr = 0.0001", ""))
+    assert text in import_diffusion_pipe(path).report.to_fill_in
+
+
 # -- ltx-trainer -----------------------------------------------------------------------------
 
 # Of Lightricks/LTX-2's packages/ltx-trainer, of September 2026.
@@ -827,6 +838,18 @@ def test_without_sound_ltx_trainers_adapter_is_of_the_video(tmp_path: Path) -> N
     spec = ltx(tmp_path, values).spec
     assert spec.lora_target_modules == ["attn1.to_k", "attn2.to_k", "attn1.to_v"]
     assert not spec.train_audio
+
+
+def test_ltx_trainer_samples_before_the_first_step_unless_it_says_no(tmp_path: Path) -> None:
+    assert ltx(tmp_path, {}).spec.validation_on_startup
+    skips = {"validation": {"skip_initial_validation": True}}
+    assert not ltx(tmp_path, skips).spec.validation_on_startup
+
+
+def test_the_trainer_of_ltx_video_is_another(tmp_path: Path) -> None:
+    """Its keys are alike, and the job would be of LTX-2."""
+    with pytest.raises(UserError, match="of LTX-Video-Trainer, which trains LTX-Video; .*ltxvideo"):
+        ltx(tmp_path, {"model": {"model_source": "LTXV_13B_097_DEV"}})
 
 
 def ltx(folder: Path, values: dict[str, Any]) -> Imported:

@@ -314,7 +314,7 @@ def _as_text(asked: Estimate, facts: _Facts, measured: Measured | None) -> str:
         parts.append("\n".join(words_of.paragraph(note, width) for note in own.notes))
     if measured is not None:
         parts.append(words_of.measured_text(measured, _beside(asked, measured)))
-    return "\n\n".join(filter(None, parts))
+    return words_of.wrapped("\n\n".join(filter(None, parts)), width)
 
 
 def _as_json(asked: Estimate, facts: _Facts, measured: Measured | None) -> dict[str, Any]:

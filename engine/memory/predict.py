@@ -147,11 +147,8 @@ def temporary_bytes(
         return 0
     most = max(sizes)
     match spec.optimizer:
-        case "sgd":
-            # The foreach implementation decays all weights at once.
-            return 0 if not spec.weight_decay else sum(sizes) if on_cuda else most
         case "lion":
-            return 2 * most
+            return min(sum(sizes), max(most, 4 * BUCKET))
         case "adamw_schedule_free":
             # A bucket's denominators live until those of the next one are computed.
             return min(sum(sizes), 2 * max(most, 4 * BUCKET))
@@ -168,7 +165,7 @@ def temporary_bytes(
             )
         case "adamw_8bit":
             return 0 if on_cuda else 6 * most  # compiled into one kernel on CUDA, eager on the CPU
-    return 0  # fused AdamW needs no temporary memory
+    return 0  # fused AdamW and SGD need no temporary memory
 
 
 def _adamw(parameter: Trained) -> int:
@@ -207,7 +204,7 @@ def _of_rounds(shapes: Sequence[tuple[int, int]], width: int, shards: int, repli
     """Return the peak memory of orthogonalizing matrices, on the rank that has the most of them.
 
     Follows `engine.train.muon`: while a round is computed, the next one comes in and the results of
-    the one before go out.
+    the one before go out. Those are turned into fp32 when they are applied.
     """
     ranks = shards * replicas
     sizes = []
@@ -218,9 +215,12 @@ def _of_rounds(shapes: Sequence[tuple[int, int]], width: int, shards: int, repli
         gram = rounded(width * mine * min(rows, columns) ** 2)
         # Replicas that own fewer matrices fill up what they send.
         filled = rounded(width * (mine - 1) * rows * columns) if count % ranks else 0
-        sizes.append((sent, rounded(width * mine * rows * columns), gram, mine > 1, filled))
-    most = behind = shared = 0
-    for place, (sent, whole, gram, several, filled) in enumerate(sizes):
+        in_fp32 = rounded(4 * replicas * of_replica * -(-rows // shards) * columns) * (width < 4)
+        sizes.append(
+            (sent, rounded(width * mine * rows * columns), gram, mine > 1, filled, in_fp32)
+        )
+    most = behind = shared = applied = 0
+    for place, (sent, whole, gram, several, filled, in_fp32) in enumerate(sizes):
         arrived = sent + whole * (shards > 1)
         coming = 0
         if ranks > 1 and place + 1 < len(sizes):
@@ -231,9 +231,12 @@ def _of_rounds(shapes: Sequence[tuple[int, int]], width: int, shards: int, repli
         most = max(most, behind + coming + max(arrived, joined, 2 * (whole + gram), leaving))
         going = whole + (sent if shards > 1 else replicas * sent) if ranks > 1 else 0
         # HSDP's replicas get theirs when the shards are back.
-        most = max(most, coming + going + shared)
+        most = max(most, coming + going + max(shared, applied))
         behind, shared = going, (1 + replicas) * sent if shards > 1 and replicas > 1 else 0
-    return max(most, shared)
+        applied = replicas * sent + in_fp32
+        if ranks == 1:  # at once
+            most = max(most, applied)
+    return max(most, shared, applied)
 
 
 def _adafactor(parameter: Trained) -> int:

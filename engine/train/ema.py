@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine.model.files.weights import local_part
+from engine.train.skipping import follow_unless
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     Pair = tuple[torch.Tensor, torch.Tensor]  # an average and its parameter, this rank's parts
 
@@ -115,7 +116,7 @@ class Ema:
             yield local_part(average), local_part(self._parameters[name].detach())
 
 
-def follow(pairs: Iterable[Pair], weight: float, spoilt: torch.Tensor | None) -> None:
+def follow(pairs: Sequence[Pair], weight: float, spoilt: torch.Tensor | None) -> None:
     """Move averages by `weight` towards tensors on the same device; many in one kernel.
 
     Args:
@@ -123,15 +124,8 @@ def follow(pairs: Iterable[Pair], weight: float, spoilt: torch.Tensor | None) ->
         weight: 0 … 1.
         spoilt: A scalar there; where it is 1 nothing changes.
     """
-    for bucket in _buckets(pairs):
-        averages, currents = ([pair[side] for pair in bucket] for side in (0, 1))
-        if spoilt is None:
-            torch._foreach_lerp_(averages, currents, weight)
-            continue
-        # There is no lerp of many tensors by a weight that only the device knows.
-        ways = torch._foreach_sub(currents, averages)
-        torch._foreach_mul_(ways, weight * (1 - spoilt.to(ways[0].device)))
-        torch._foreach_add_(averages, ways)
+    averages, currents = zip(*pairs, strict=True) if pairs else ((), ())
+    follow_unless(averages, currents, weight, spoilt)
 
 
 class Follower:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from engine.model.files.weights import local_part
-from engine.train.gradients import owners_of
+from engine.train.gradients import owners_of, sent_to
+from engine.train.skipping import LeftOut, add_unless, scale_unless, spoilt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,9 +29,14 @@ def sharded_factored(base: Any) -> Any:
     """
 
     class Factored(base):
+        decides_on_device = True
+
         def __init__(self, parameters: Any, device: torch.device, **settings: Any) -> None:
             super().__init__(parameters, **settings)
             self._device = device
+            self._left_out = LeftOut()
+            self.register_state_dict_pre_hook(_settle)
+            self.register_load_state_dict_post_hook(_forget)
 
         def begin(self, parameter: torch.nn.Parameter) -> None:
             """Create a parameter's state before its first step."""
@@ -52,15 +58,29 @@ def sharded_factored(base: Any) -> Any:
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             """Do a step; a collective. Gradients are overwritten."""
             loss = None if closure is None else closure()
+            spoilt = spoilt_of(self)
             for group in self.param_groups:
                 parameters = [p for p in group["params"] if p.grad is not None]
                 for parameter in parameters:
                     self.begin(parameter)
                     self.state[parameter]["step"] += 1
-                _step(parameters, [self.state[p] for p in parameters], group, self._device)
+                states = [self.state[p] for p in parameters]
+                left_out = [self._left_out.of(p) for p in parameters]
+                _step(parameters, states, left_out, group, self._device, spoilt)
+                self._left_out.add(parameters, spoilt)
             return loss
 
     return Factored
+
+
+def _settle(optimizer: Any) -> None:
+    """Count no steps that the device has left out; the host waits for the device."""
+    for parameter, number in optimizer._left_out.take().items():
+        optimizer.state[parameter]["step"] -= number
+
+
+def _forget(optimizer: Any) -> None:
+    optimizer._left_out = LeftOut()
 
 
 def _is_came(group: dict[str, Any]) -> bool:
@@ -77,8 +97,10 @@ def _columns(parameter: torch.nn.Parameter) -> torch.Tensor:
 def _step(
     parameters: Sequence[torch.nn.Parameter],
     states: Sequence[dict[str, Any]],
+    left_out: Sequence[torch.Tensor | None],
     group: dict[str, Any],
     device: torch.device,
+    spoilt: torch.Tensor | None,
 ) -> None:
     """Do a step of a group; what is computed of a gradient takes its place."""
     if not parameters:
@@ -86,35 +108,48 @@ def _step(
     came, rate, decay = _is_came(group), group["lr"], group["weight_decay"]
     values = [local_part(p) for p in parameters]
     updates = [local_part(p.grad) for p in parameters if p.grad is not None]
-    counts = {state["step"] for state in states}
-    for count in sorted(counts):  # one, unless some parameters had no gradient before
-        chosen = [n for n, state in enumerate(states) if state["step"] == count]
-        share = group["betas"][1] if came else 1 - count ** group["decay_rate"]
+    alike: dict[tuple[int, int], list[int]] = {}
+    for n, state in enumerate(states):
+        alike.setdefault((state["step"], id(left_out[n])), []).append(n)
+    # One, unless some parameters had no gradient before.
+    for (count, _), chosen in sorted(alike.items(), key=lambda item: item[1]):
+        fewer = left_out[chosen[0]]
+        share = group["betas"][1] if came else _share(count, fewer, group["decay_rate"])
         squares = _Means([parameters[n] for n in chosen], [states[n] for n in chosen], "exp_avg_sq")
         squares.measure(updates[n].square().add_(group["eps"][0]) for n in chosen)
-        squares.keep(share, device)
+        squares.keep(share, device, spoilt)
         for n, factors in zip(chosen, squares.inverse_roots(), strict=True):
             updates[n].mul_(factors)
     _clip(parameters, updates, group["clip_threshold"], device)
     if came:
         beta = group["betas"][0]
         moments = [local_part(state["exp_avg"]) for state in states]
-        torch._foreach_mul_(moments, beta)
-        torch._foreach_add_(moments, updates, alpha=1 - beta)
+        scale_unless(moments, beta, spoilt)
+        add_unless(moments, updates, 1 - beta, spoilt)
         torch._foreach_sub_(updates, moments)
         torch._foreach_mul_(updates, updates)
         torch._foreach_add_(updates, group["eps"][1])
         chosen = [n for n, p in enumerate(parameters) if p.ndim > 1]
         unsure = _Means([parameters[n] for n in chosen], [states[n] for n in chosen], "exp_avg_res")
         unsure.measure(updates[n] for n in chosen)
-        unsure.keep(group["betas"][2], device)
+        unsure.keep(group["betas"][2], device, spoilt)
         torch._foreach_copy_(updates, moments)
         for n, factors in zip(chosen, unsure.inverse_roots(), strict=True):
             updates[n].mul_(factors)
     torch._foreach_mul_(updates, rate)
     if decay:
-        torch._foreach_add_(values, values, alpha=-decay * rate)
-    torch._foreach_sub_(values, updates)
+        add_unless(values, values, -decay * rate, spoilt)
+    add_unless(values, updates, -1.0, spoilt)
+
+
+def _share(count: int, left_out: torch.Tensor | None, exponent: float) -> float | torch.Tensor:
+    """Return the share of its means that Adafactor keeps in step `count`, less those left out.
+
+    Where the device knows how many these are, in fp64 there.
+    """
+    if left_out is None:
+        return 1 - float(count**exponent)
+    return 1 - (count - left_out.double()) ** exponent
 
 
 class _Means:
@@ -152,8 +187,10 @@ class _Means:
             if factored:
                 columns.append(new.sum(dim=0) if split else new.mean(dim=-2))
 
-    def keep(self, share: float, device: torch.device) -> None:
-        """Move the means on, keeping this share of them; a collective."""
+    def keep(
+        self, share: float | torch.Tensor, device: torch.device, spoilt: torch.Tensor | None
+    ) -> None:
+        """Move the means on, keeping this share of them unless `spoilt` is 1; a collective."""
         rows, columns = self._new
         matrices = [p for p in self._parameters if p.ndim > 1]
         sums = [n for n, p in enumerate(matrices) if p.ndim == 2 and isinstance(p, DTensor)]
@@ -161,10 +198,13 @@ class _Means:
             parts = [columns[n] for n in sums]
             _add_up([matrices[n] for n in sums], parts, device)
             torch._foreach_div_(parts, [float(matrices[n].shape[0]) for n in sums])
+        rest = 1 - share
+        if isinstance(share, torch.Tensor) and isinstance(rest, torch.Tensor):
+            share, rest = share.float(), rest.float()
         for kept, new in ((self._rows, rows), (self._columns, columns)):
             if kept:
-                torch._foreach_mul_(kept, share)
-                torch._foreach_add_(kept, new, alpha=1 - share)
+                scale_unless(kept, share, spoilt)
+                add_unless(kept, new, rest, spoilt)
         self._new = [[], []]
 
     def inverse_roots(self) -> Iterator[torch.Tensor]:
@@ -223,7 +263,7 @@ def _add_up(
     """
     for (mesh, *dims), places in owners_of(parameters).items():
         parts = [sums[n] for n in places]
-        flat = torch.cat([part.flatten() for part in parts]).to(device)
+        flat = sent_to(torch.cat([part.flatten() for part in parts]), device)
         for dim in dims:
             dist.all_reduce(flat, group=mesh.get_group(dim))
         for dim in range(mesh.ndim):

@@ -170,6 +170,13 @@ def _norm_of_shards(gradients: Sequence[DTensor]) -> torch.Tensor:
     return torch.stack(squares).sum().sqrt()
 
 
+def sent_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; from host memory to a GPU without waiting for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
 def owners_of(tensors: Sequence[torch.Tensor]) -> dict[tuple[Any, ...], list[int]]:
     """Return (mesh, dimensions that split tensors) → the indices of these tensors."""
     owners: dict[tuple[Any, ...], list[int]] = {}

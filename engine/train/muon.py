@@ -24,6 +24,7 @@ from torch.optim.adamw import adamw
 
 from engine.model.files.weights import local_part
 from engine.train.gradients import BUCKET, owners_of
+from engine.train.skipping import add_unless, follow_unless, scale_unless, spoilt_of
 from jobs.spec.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class Muon(torch.optim.Optimizer):
         settings: `lr`, `weight_decay`, and AdamW's `betas` and `eps`.
     """
 
+    decides_on_device = True
+
     def __init__(
         self,
         parameters: Any,
@@ -157,6 +160,7 @@ class Muon(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=spoilt_of(self),
         )
 
     def _muon(self, parameters: Sequence[torch.nn.Parameter], group: dict[str, Any]) -> None:
@@ -164,10 +168,11 @@ class Muon(torch.optim.Optimizer):
             return
         values, gradients = [local_part(p) for p in parameters], _gradients(parameters)
         momenta = [local_part(self.state[p]["momentum_buffer"]) for p in parameters]
-        torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
+        spoilt = spoilt_of(self)
+        follow_unless(momenta, gradients, 1 - _MOMENTUM, spoilt)
         torch._foreach_lerp_(gradients, momenta, _MOMENTUM)  # Nesterov's look ahead
         if group["weight_decay"]:
-            torch._foreach_mul_(values, 1 - group["lr"] * group["weight_decay"])
+            scale_unless(values, 1 - group["lr"] * group["weight_decay"], spoilt)
         for team, places in _teams(parameters, self._device):
             shapes = [_shape(parameters[place]) for place in places]
             rounds = [
@@ -180,7 +185,7 @@ class Muon(torch.optim.Optimizer):
                 )
                 for chosen in rounds_of(shapes, team.ranks)
             ]
-            _run(rounds, group["lr"], ahead=team.ranks > 1)
+            _run(rounds, group["lr"], spoilt, ahead=team.ranks > 1)
 
 
 def _gradients(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -321,10 +326,14 @@ class _Round:
         """Send each owner this rank's rows of its matrices, without waiting."""
         owned = self._owned[self._team.replica]
         numbers = [n for some in owned for n in some]
-        sent = self._empty(len(numbers) * self._here)
-        if self._here and numbers:
+        size, device = len(numbers) * self._here, self._values[0].device
+        apart = device.type != self._team.device.type
+        # From host memory in one copy, which does not wait if its source is pinned.
+        sent = torch.empty(size, dtype=self._dtype, device=device, pin_memory=apart)
+        if size:
             parts = sent.view(len(numbers), -1, self._columns).unbind()
             torch._foreach_copy_(parts, [self._updates[n] for n in numbers])
+        sent = sent.to(self._team.device, non_blocking=True)
         self._updates = ()
         if self._team.sharing is None:
             self._received = sent
@@ -351,8 +360,8 @@ class _Round:
         else:
             self._received = result.flatten()
 
-    def apply(self, rate: float) -> None:
-        """Subtract the results, times the rate of such a matrix."""
+    def apply(self, rate: float, spoilt: torch.Tensor | None) -> None:
+        """Subtract the results, times the rate of such a matrix, unless `spoilt` is 1."""
         self._wait()
         team = self._team
         if team.sharing is not None and team.copying is not None:
@@ -365,14 +374,15 @@ class _Round:
         numbers: list[int] = []
         parts: list[torch.Tensor] = []
         height = self._here // self._columns
-        flats = self._received.to(self._values[0].device).view(team.replicas, -1)
+        # In the values' precision: kernels of many tensors take no two.
+        flats = self._to_values(self._received).view(team.replicas, -1)
         for owned, flat in zip(self._owned, flats, strict=True):
             some = [n for each in owned for n in each]
             numbers += some
             rows = flat[: len(some) * self._here].view(-1, self._columns)
             parts += rows.split(height) if some else ()
         adjusted = rate * 0.2 * math.sqrt(max(self._rows, self._columns))
-        torch._foreach_add_([self._values[n] for n in numbers], parts, alpha=-adjusted)
+        add_unless([self._values[n] for n in numbers], parts, -adjusted, spoilt)
         self._received = torch.empty(0)
 
     def _whole(self) -> torch.Tensor:
@@ -412,6 +422,17 @@ class _Round:
             self._work.wait()
             self._work = self._kept = None
 
+    def _to_values(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return numbers where the values are, in their precision; the host waits if it has them.
+
+        On their way there they are as they were sent.
+        """
+        values = self._values[0]
+        if values.device != flat.device:
+            flat = flat.to(values.device, non_blocking=True)  # into pinned memory
+            torch.cuda.current_stream(self._team.device).synchronize()
+        return flat.to(values.dtype)
+
     def _to_owners(self) -> list[int]:
         return [len(some) * self._here for some in self._owned[self._team.replica]]
 
@@ -424,7 +445,7 @@ class _Round:
         return torch.empty(size, dtype=self._dtype, device=self._team.device)
 
 
-def _run(rounds: list[_Round], rate: float, *, ahead: bool) -> None:
+def _run(rounds: list[_Round], rate: float, spoilt: torch.Tensor | None, *, ahead: bool) -> None:
     """Do all rounds; while one is computed, the next comes in and the one before goes out."""
     behind: _Round | None = None
     for place, current in enumerate(rounds):
@@ -434,10 +455,10 @@ def _run(rounds: list[_Round], rate: float, *, ahead: bool) -> None:
             rounds[place + 1].gather()
         current.compute()
         if behind is not None:
-            behind.apply(rate)
+            behind.apply(rate, spoilt)
         behind = current
         if not ahead:
-            current.apply(rate)
+            current.apply(rate, spoilt)
             behind = None
     if behind is not None:
-        behind.apply(rate)
+        behind.apply(rate, spoilt)

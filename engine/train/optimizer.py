@@ -2,10 +2,11 @@
 
 Every optimizer is a library's. What decides whether one may train sharded parameters (`DTensor`s)
 is whether its numbers there equal those on whole tensors, measured in
-`tests/engine/train/test_optimizer`: adamw, adamw_schedule_free, sgd, lion and adamw_8bit work
-element by element (or block by block) and are right; the others have steps of our own there:
-prodigy adds its two sums up over the ranks (`engine.train.optimizer`), adafactor and came their
-means (`engine.train.factored`), and muon exchanges matrices (`engine.train.muon`).
+`tests/engine/train/test_optimizer`: adamw, adamw_schedule_free and adamw_8bit work element by
+element (or block by block) and are right; the others have steps of our own: sgd and lion of each
+rank's parts, prodigy adds its two sums up over the ranks (`engine.train.optimizer`), adafactor and
+came their means (`engine.train.factored`), and muon exchanges matrices (`engine.train.muon`). Those
+and adamw leave a step out on the device (`engine.train.skipping`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from engine.model.files.weights import local_part
 from engine.train.factored import sharded_factored
-from engine.train.gradients import buckets, owners_of, parts_of
+from engine.train.gradients import buckets, owners_of, parts_of, sent_to
 from engine.train.muon import Muon
+from engine.train.skipping import (
+    LeftOut,
+    add_unless,
+    descend_unless,
+    follow_unless,
+    scale_unless,
+    spoilt_of,
+)
 from jobs.errors import UserError
 from jobs.spec.rules.averages import SCHEDULE_FREE
 from jobs.spec.rules.lora_conflicts import ONE_RATE
@@ -54,12 +63,15 @@ def sharded_prodigy(base: Any) -> Any:
     """
 
     class Prodigy(base):
+        decides_on_device = True
+
         def __init__(self, parameters: Any, device: torch.device, **settings: Any) -> None:
             super().__init__(
                 parameters, use_bias_correction=True, safeguard_warmup=True, **settings
             )
             self._device = device
             self._estimate: torch.Tensor | None = None  # d and its numerator, fp64
+            self._left_out = LeftOut()  # of parameters' steps, and of `k`
             self.register_state_dict_pre_hook(_settle)
             self.register_load_state_dict_post_hook(_forget)
 
@@ -74,26 +86,42 @@ def sharded_prodigy(base: Any) -> Any:
                 return loss
             if self._estimate is None:
                 numbers = [group["d"], group["d_numerator"]]
-                self._estimate = torch.tensor(numbers, dtype=torch.float64).to(
-                    self._device, non_blocking=True
-                )
-            self._estimate = _step(self.state, parameters, group, self._estimate)
+                self._estimate = sent_to(torch.tensor(numbers, dtype=torch.float64), self._device)
+            spoilt, rate = spoilt_of(self), _rate(group, self._left_out.of("k"))
+            self._estimate = _step(self.state, parameters, group, rate, self._estimate, spoilt)
             group["k"] += 1
+            self._left_out.add([*parameters, "k"], spoilt)
             return loss
 
     return Prodigy
 
 
 def _settle(optimizer: Any) -> None:
-    """Write the estimate where the authors' keeps it, as numbers; the host waits for the device."""
+    """Write the estimate where the authors' keeps it, as numbers; the host waits for the device.
+
+    And count no steps that it has left out.
+    """
+    (group,) = optimizer.param_groups
     if optimizer._estimate is not None:
         d, numerator = optimizer._estimate.tolist()
-        (group,) = optimizer.param_groups
         group.update(d=d, d_max=d, d_numerator=numerator)
+    for counted, number in optimizer._left_out.take().items():
+        counts, name = (group, "k") if counted == "k" else (optimizer.state[counted], "step")
+        counts[name] -= number
 
 
 def _forget(optimizer: Any) -> None:
-    optimizer._estimate = None
+    optimizer._estimate, optimizer._left_out = None, LeftOut()
+
+
+def _rate(group: dict[str, Any], left_out: torch.Tensor | None) -> Any:
+    """Return the rate with Adam's corrections of the bias, a number or a scalar on the device."""
+    beta1, beta2 = group["betas"]
+    if left_out is None:
+        count = group["k"] + 1
+        return group["lr"] * math.sqrt(1 - beta2**count) / (1 - beta1**count)
+    counts = group["k"] + 1 - left_out.double()
+    return group["lr"] * (1 - beta2**counts).sqrt() / (1 - beta1**counts)
 
 
 def _begin(state: dict[str, Any], parameter: torch.Tensor) -> None:
@@ -109,12 +137,13 @@ def _step(
     states: Any,
     parameters: Sequence[torch.nn.Parameter],
     group: dict[str, Any],
+    rate: Any,
     estimate: torch.Tensor,
+    spoilt: torch.Tensor | None,
 ) -> torch.Tensor:
     """Do a step, of some tensors at a time; returns the new estimate."""
-    (beta1, beta2), d0, k = group["betas"], group["d0"], group["k"]
+    (beta1, beta2), d0, eps = group["betas"], group["d0"], group["eps"]
     beta3 = group["beta3"] or math.sqrt(beta2)
-    rate = group["lr"] * math.sqrt(1 - beta2 ** (k + 1)) / (1 - beta1 ** (k + 1))
     d, numerator = estimate.unbind()
     sums = []
     for some in buckets(parameters):
@@ -124,12 +153,12 @@ def _step(
         dots = [torch.dot(g.flatten(), a.flatten()) for g, a in zip(gradients, away, strict=True)]
         del away
         scaled = torch._foreach_mul(gradients, _like(d, gradients))
-        torch._foreach_lerp_(first, scaled, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, scaled, scaled, 1 - beta2)
-        torch._foreach_mul_(scaled, _like(d / d0, gradients))
-        torch._foreach_mul_(s, beta3)
-        torch._foreach_add_(s, scaled)
+        follow_unless(first, scaled, 1 - beta1, spoilt)
+        scale_unless(s, beta3, spoilt)
+        add_unless(s, scaled, _like(d / d0, gradients), spoilt)
+        torch._foreach_mul_(scaled, scaled)
+        scale_unless(second, beta2, spoilt)
+        add_unless(second, scaled, 1 - beta2, spoilt)
         del scaled
         lengths = torch._foreach_norm(s, 1)
         sums.append(torch.stack([torch.stack(dots), torch.stack(lengths)]))
@@ -142,16 +171,21 @@ def _step(
         first, second = _of(states, some, "exp_avg", "exp_avg_sq")
         values = [local_part(p) for p in some]
         update = torch._foreach_sqrt(second)
-        torch._foreach_add_(update, _like(new * group["eps"], values))
+        # Torch reads a scalar that is added to many tensors, and does not read a factor. Without
+        # epsilon, nothing is added.
+        small = new * eps if eps else torch.ones_like(new)
+        torch._foreach_mul_(update, _like(1 / small, values))
+        torch._foreach_add_(update, float(eps > 0))
         torch._foreach_reciprocal_(update)
         torch._foreach_mul_(update, first)
-        torch._foreach_mul_(update, _like(d * rate, values))
+        torch._foreach_mul_(update, _like(d * rate / small, values))
         if group["weight_decay"]:
-            torch._foreach_mul_(values, _like(1 - group["weight_decay"] * rate * d, values))
-        torch._foreach_sub_(values, update)
+            scale_unless(values, _like(1 - group["weight_decay"] * rate * d, values), spoilt)
+        add_unless(values, update, -1.0, spoilt)
         for parameter in some:
             states[parameter]["step"] += 1
-    return torch.stack([new, moved])
+    now = torch.stack([new, moved])
+    return now if spoilt is None else torch.where(spoilt == 1, estimate, now)
 
 
 def _of(
@@ -175,18 +209,86 @@ def _of_all(
         sums: `(2, …)` of each of them, as far as this rank has it.
         device: Where ranks meet, also when parameters are in host memory.
     """
-    each = torch.cat(list(sums), dim=1).to(device, torch.float64)
+    each = sent_to(torch.cat(list(sums), dim=1), device).double()
     total = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def sum_of(places: list[int]) -> torch.Tensor:
+        if len(places) == len(parameters):
+            return each.sum(1)
+        return each.index_select(1, sent_to(torch.tensor(places), device)).sum(1)
+
     for (mesh, *dims), places in owners_of(parameters).items():
-        part = each[:, places].sum(1)
+        part = sum_of(places)
         for dim in dims:
             dist.all_reduce(part, group=mesh.get_group(dim))
         total += part
     plain = [n for n, p in enumerate(parameters) if not isinstance(p, DTensor)]
-    total += each[:, plain].sum(1)
+    if plain:
+        total += sum_of(plain)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast(total, src=0)  # as of the norm: copies must not drift apart
     return total
+
+
+# -- sgd and lion ---------------------------------------------------------------------------
+# Both work number by number, so that each rank may step its own part: on plain tensors, of which
+# one kernel takes many. Torch's fused SGD has no sharding strategy (2.13), and Lion's authors
+# launch six kernels for each tensor.
+
+
+class Sgd(torch.optim.SGD):
+    """Plain SGD, fused."""
+
+    decides_on_device = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            values, gradients = _parts([p for p in group["params"] if p.grad is not None])
+            if values:
+                rate, decay = group["lr"], group["weight_decay"]
+                descend_unless(values, gradients, rate, decay, spoilt_of(self))
+        return loss
+
+
+def local_lion(base: Any) -> Any:
+    """Return lion-pytorch's `Lion` with a step of our own, to the same numbers bit for bit."""
+
+    class Lion(base):
+        decides_on_device = True
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            loss = None if closure is None else closure()
+            spoilt = spoilt_of(self)
+            for group in self.param_groups:
+                rate, (beta1, beta2) = group["lr"], group["betas"]
+                for some in buckets([p for p in group["params"] if p.grad is not None]):
+                    for parameter in some:
+                        if not self.state[parameter]:
+                            self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+                    values, gradients = _parts(some)
+                    (moments,) = _of(self.state, some, "exp_avg")
+                    updates = torch._foreach_mul(moments, beta1)
+                    torch._foreach_add_(updates, gradients, alpha=1 - beta1)
+                    torch._foreach_sign_(updates)
+                    if group["weight_decay"]:
+                        scale_unless(values, 1 - rate * group["weight_decay"], spoilt)
+                    add_unless(values, updates, -rate, spoilt)
+                    scale_unless(moments, beta2, spoilt)
+                    add_unless(moments, gradients, 1 - beta2, spoilt)
+            return loss
+
+    return Lion
+
+
+def _parts(
+    parameters: Sequence[torch.nn.Parameter],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return this rank's parts of parameters and of their gradients."""
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    return [local_part(p) for p in parameters], gradients
 
 
 # -- optimizer ------------------------------------------------------------------------------
@@ -195,7 +297,7 @@ def _of_all(
 _INSTALL_HINT: Final = "pip install 'fsdp-tui[optimizers]'"
 
 # Optimizers with a step of our own, which has its own parts where it needs any.
-_IN_PARTS: Final = ("prodigy", "muon", "adafactor", "came")
+_IN_PARTS: Final = ("prodigy", "muon", "adafactor", "came", "sgd", "lion")
 
 # Lion's own: with Adam's 0.999 its sign would follow gradients of a thousand steps ago.
 _LION_BETAS: Final = (0.9, 0.99)
@@ -246,8 +348,7 @@ def _build(
     common: dict[str, Any] = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     adam: dict[str, Any] = {"betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     if spec.optimizer == "sgd":
-        # Not fused: torch 2.13 has no sharding strategy for `_fused_sgd_`.
-        return torch.optim.SGD(parameters, **common)
+        return Sgd(parameters, **common)
     if spec.optimizer == "adamw":
         # foreach needs one more fp32 copy of the shard at its peak; fused does not
         fused = device.type in ("cuda", "cpu")
@@ -263,7 +364,7 @@ def _build(
         fixed = {"scale_parameter": False, "relative_step": False}
         return _made(kind(parameters, device, **fixed, **common))
     if spec.optimizer == "lion":
-        kind = _library("lion", "lion_pytorch", "lion-pytorch").Lion
+        kind = local_lion(_library("lion", "lion_pytorch", "lion-pytorch").Lion)
         return _made(kind(parameters, betas=_LION_BETAS, **common))
     if spec.optimizer == "came":
         kind = _library("came", "came_pytorch", "came-pytorch").CAME
@@ -322,26 +423,6 @@ def _step_in_parts(
 def build_scheduler(spec: TrainingKeys, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """Advances once per optimizer step, whatever the number of ranks or forwards."""
     return LambdaLR(optimizer, lambda step: _factor(spec, step))
-
-
-def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_unless` can leave a step out without asking the host."""
-    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
-
-
-def step_unless(optimizer: torch.optim.Optimizer, spoilt: torch.Tensor) -> None:
-    """Step, or change nothing where `spoilt` is 1; the device decides.
-
-    Args:
-        optimizer: One that `decides_on_device`.
-        spoilt: An fp32 scalar, 0 or 1, on the device of what is trained.
-    """
-    # How torch's loss scale tells its fused optimizers of an overflow (2.13).
-    optimizer.found_inf = spoilt  # type: ignore[attr-defined]
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:

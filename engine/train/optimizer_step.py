@@ -25,7 +25,7 @@ from engine.model.adapters.lora import without_adapter
 from engine.model.precision import computing
 from engine.train.gradients import Averager, clip
 from engine.train.nonfinite import Judge
-from engine.train.optimizer import decides_on_device, step_unless
+from engine.train.skipping import decides_on_device, step_unless
 from engine.train.token_routing import TokenRouting
 from jobs.spec.rules.steps import accumulation_steps, passes, preserves, trains_to_base
 
@@ -357,7 +357,10 @@ class Stepper:
             mean, base = self._world.average(torch.stack([total, base_loss]))
         else:  # without a launch for what nobody reads
             mean = base = self._world.average(total)
-        return torch.stack([mean, norm.to(mean.device), base, *losses])
+        others = [mean, base, *losses]
+        if norm.device != mean.device:  # gradients in host memory: the host waits only once
+            others = list(torch.stack(others).to(norm.device))
+        return torch.stack([others[0], norm, *others[1:]])
 
     # -- the update, judged by the host ------------------------------------------------------
 

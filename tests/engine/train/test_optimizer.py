@@ -10,6 +10,7 @@ import pytest
 import torch
 from came_pytorch import CAME
 from diffusers.optimization import get_scheduler
+from lion_pytorch import Lion
 from peft import LoraConfig, inject_adapter_in_model
 from prodigyopt import Prodigy
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,6 +24,7 @@ from engine.train.optimizer import (
     build_scheduler,
     explain_load_failure,
 )
+from engine.train.skipping import decides_on_device, step_unless
 from jobs.errors import UserError
 from jobs.spec.job_spec import JobSpec
 from tests.support.engine.ranks.optim import (
@@ -30,12 +32,14 @@ from tests.support.engine.ranks.optim import (
     COLLECTIVE,
     CPU,
     OFFLOADED,
+    ON_HOST,
     PRODIGY_START,
     RATES,
     REPLICAS,
     STEPS,
     Run,
     largest,
+    leaves_out,
     round_trip,
     work,
 )
@@ -135,6 +139,47 @@ def test_trains_whole_tensors(name: str) -> None:
 @pytest.mark.parametrize("name", RATES)
 def test_a_resumed_run_on_whole_tensors_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert round_trip(name, "whole", tmp_path) == {"before": True, "after": True}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_step_that_the_device_leaves_out_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Bit for bit, counts of steps too; and the next ones are those of a run without it."""
+    run = Run(name, "whole")
+    assert decides_on_device(run.optimizer) == (name not in ON_HOST)
+    if name not in ON_HOST:
+        found = leaves_out(name, "whole", tmp_path)
+        assert found == {"state": True, "after": True, "resumed": True}
+
+
+@pytest.mark.parametrize("name", COLLECTIVE)
+def test_a_step_that_devices_leave_out_on_shards_changes_nothing(
+    ranks: list[dict[str, Any]], name: str
+) -> None:
+    for rank in ranks:
+        assert rank["leaves_out"][name] == {"state": True, "after": True, "resumed": True}
+
+
+def test_parameters_that_leave_out_other_steps_count_their_own() -> None:
+    """Adafactor's share depends on the count of a parameter's steps, known to the device alone."""
+    first, second = (torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2))
+    optimizer = build_optimizer(JobSpec(optimizer="adafactor"), [first, second], CPU)
+    for spoilt, both in ((1.0, False), (0.0, True), (1.0, True)):
+        first.grad, second.grad = torch.ones(4, 3), torch.ones(4, 3) if both else None
+        step_unless(optimizer, torch.tensor(spoilt))
+    assert torch.equal(first, second)
+    states = optimizer.state_dict()["state"].values()
+    assert [state["step"] for state in states] == [1, 1]
+    assert torch.equal(*(state["exp_avg_sq_row"] for state in states))
+
+
+def test_lions_numbers_are_its_authors_bit_for_bit() -> None:
+    ours, theirs = Run("lion", "whole"), Run("lion", "whole")
+    (group,) = ours.optimizer.param_groups
+    settings = {name: group[name] for name in ("lr", "weight_decay", "betas")}
+    theirs.optimizer = Lion(theirs.model.parameters(), **settings)
+    theirs.scheduler = build_scheduler(theirs.spec, theirs.optimizer)
+    assert ours.advance(5) == theirs.advance(5)
+    assert ours.equals(theirs)
 
 
 def test_the_rate_stays_a_number() -> None:

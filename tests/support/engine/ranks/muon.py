@@ -43,7 +43,9 @@ def tensors(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=draw) for shape in SHAPES]
 
 
-def train(how: str | None, steps: int = STEPS) -> tuple[list[torch.nn.Parameter], dict[str, int]]:
+def train(
+    how: str | None, steps: int = STEPS, precision: str = "no"
+) -> tuple[list[torch.nn.Parameter], dict[str, int]]:
     """Some steps; returns what was trained, and the peak of the last one and its prediction."""
     shards, replicas = LAYOUTS[how] if how else (1, 1)
     mesh = init_device_mesh("cpu", (replicas, shards)) if how and shards > 1 else None
@@ -55,7 +57,8 @@ def train(how: str | None, steps: int = STEPS) -> tuple[list[torch.nn.Parameter]
 
     parameters = [torch.nn.Parameter(value) for value in placed(tensors(0))]
     matrices = [p for p in parameters if p.ndim == 2]
-    optimizer = build_optimizer(spec_of(), parameters, CPU, matrices=matrices)
+    spec = spec_of(precision)
+    optimizer = build_optimizer(spec, parameters, CPU, matrices=matrices)
     with Live() as live:
         for step in range(1, steps + 1):
             for parameter, gradient in zip(parameters, placed(tensors(step)), strict=True):
@@ -68,7 +71,7 @@ def train(how: str | None, steps: int = STEPS) -> tuple[list[torch.nn.Parameter]
         rows = rows_on(p.shape[0], shards, 0) if mesh is not None else p.shape[0]
         width = p.numel() // p.shape[0]
         trained.append(Trained(rows * width, tuple(p.shape), p.ndim == 2, mesh is not None))
-    expected = temporary_bytes(spec_of(), trained, on_cuda=False, shards=shards, replicas=replicas)
+    expected = temporary_bytes(spec, trained, on_cuda=False, shards=shards, replicas=replicas)
     return parameters, {"peak": live.most - before, "expected": expected}
 
 
@@ -90,5 +93,6 @@ def work(rank: int, _: int, directory: Path) -> None:
         local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         total = sum(part.double().sum().item() for part in local)
         result[how] = memory | {"difference": difference(parameters, alone), "sum": total}
+        result[how]["in bf16"] = train(how, precision="bf16")[1]
     (directory / f"rank{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from engine.train.ema import averaged_in_place, is_schedule_free
 from engine.train.optimizer import build_optimizer, build_scheduler, fill_state
+from engine.train.skipping import step_unless
 from jobs.spec.job_spec import JobSpec
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ STEPS = {"prodigy": 40}
 PRODIGY_START = 1e-4  # of the rate; by default a millionth
 OFFLOADED = ("adamw", "adamw_8bit", "adamw_schedule_free", "prodigy", "muon", "came")
 COLLECTIVE = ("prodigy", "muon", "adafactor", "came")  # whose steps add up or exchange something
+ON_HOST = ("adamw_8bit", "adamw_schedule_free")  # which cannot leave out a step by themselves
 BATCH = 8
 # Replicas, and ranks of each, under HSDP.
 REPLICAS = {"two replicas": (2, 1), "one replica": (1, 2)}
@@ -95,10 +98,21 @@ class Run:
         self.scheduler = build_scheduler(self.spec, self.optimizer)
         self.done = 0
 
-    def advance(self, steps: int) -> list[float]:
-        """Losses of the global batch, drawn by the number of the step."""
-        losses = []
-        for _ in range(steps):
+    def advance(self, steps: int, *, left_out: int | None = None) -> list[float]:
+        """Losses of the global batch, drawn by the number of the step.
+
+        Args:
+            steps: How many.
+            left_out: The one of them, counted from 0, that the device finds spoilt; the optimizer
+                is told in each. Its gradients are NaN, and it is done again.
+        """
+        losses: list[float] = []
+        for step in range(steps):
+            if step == left_out:
+                for parameter in self.model.parameters():
+                    parameter.grad = torch.full_like(parameter, torch.nan)
+                step_unless(self.optimizer, torch.ones(()))
+                self.optimizer.zero_grad()
             draw = torch.Generator().manual_seed(self.done)
             inputs = torch.randn(BATCH, 10, generator=draw)
             mine = slice(None)
@@ -108,7 +122,10 @@ class Run:
             outputs = self.model(inputs[mine])
             loss = (outputs - inputs[mine, :5].sin() * 2).square().mean()
             loss.backward()
-            self.optimizer.step()
+            if left_out is None:
+                self.optimizer.step()
+            else:
+                step_unless(self.optimizer, torch.zeros(()))
             self.optimizer.zero_grad()
             self.scheduler.step()
             self.done += 1
@@ -174,6 +191,32 @@ def round_trip(name: str, how: str, path: Path) -> dict[str, bool]:
     for run in (alone, saved, late):
         run.advance(2)
     return {"before": same_early, "after": saved.equals(alone) and late.equals(alone)}
+
+
+def leaves_out(name: str, how: str, path: Path) -> dict[str, bool]:
+    """Runs with a step that the device leaves out, against one without; one is saved after it.
+
+    At the end of the first run, so that nothing else is asked of its state before it is compared.
+    """
+    alone, with_one, again = (Run(name, how) for _ in range(3))
+    alone.advance(2)
+    with_one.advance(2, left_out=1)
+    with_one.save(path / f"{name}-{how}-left-out")
+    mine, others = (tree_leaves(run.tensors()) for run in (with_one, alone))
+    again.load(path / f"{name}-{how}-left-out", with_one)
+    for run in (alone, again):
+        run.advance(2)
+    with_one.advance(2, left_out=0)
+    return {
+        "state": len(mine) == len(others) and all(map(_is_equal, mine, others)),
+        "after": with_one.equals(alone),
+        "resumed": again.equals(alone),
+    }
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def save_whole(name: str, path: Path) -> None:
@@ -250,6 +293,7 @@ def work(rank: int, _: int, directory: Path) -> None:
         "offload": {name: parity(name, "offload") for name in OFFLOADED},
         **{how: {name: parity(name, how) for name in COLLECTIVE} for how in REPLICAS},
         "round_trip": {name: round_trip(name, "sharded", directory) for name in RATES},
+        "leaves_out": {name: leaves_out(name, "sharded", directory) for name in COLLECTIVE},
         "saved": {name: save_whole(name, directory) for name in COLLECTIVE},
         "overflow": {name: overflow(name) for name in ("adamw", "sgd", "prodigy")},
     }

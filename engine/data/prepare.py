@@ -216,8 +216,8 @@ class Prepared:
         """Return fp32 `reference_0` and so on, `(C, h, w)`, or `beginning`, `(C, f, h, w)`.
 
         Or of each given frame that has tokens of its own, `(C, 1, h, w)`. For models that make
-        layers, the image is `reference_0`. Of a control video, it is `(2C, f, h, w)`, and reference
-        images follow, each `(C, 1, h, w)`.
+        layers, the image is `reference_0`. Of a control video, it is `(2C, f, h, w)`, with 64
+        channels more of a fill mask; reference images follow, each `(C, 1, h, w)`.
         """
         keys, sample = self.latent_keys, samples[number]
         if makes_layers(self.spec):
@@ -227,9 +227,9 @@ class Prepared:
             key = keys.beginning(offset + number, view)
             return {BEGINNING: self.latents.read(key)["latents"]}
         if takes_control_videos(self.spec):
-            # What a mask keeps of the control video, which is nothing, and what it leaves.
-            parts = keys.control(offset + number, view)
-            control = torch.cat([self.latents.read(key)["latents"] for key in parts])
+            kept, left = map(self.latents.read, keys.control(offset + number, view))
+            mask = [kept[MASK] / 255] if MASK in kept else []
+            control = torch.cat([kept["latents"], left["latents"], *mask])
             frames_before = self._beside(offset + number, view, in_frames(sample))
             return {f"{REFERENCE}{n}": part for n, part in enumerate([control, *frames_before])}
         if takes_keyframes(self.spec):
@@ -464,7 +464,8 @@ def _read_videos(spec: DataPlanKeys) -> dict[str, Conditioning]:
     nouns: dict[str, str] = {}
     for request in requests_of(spec):
         for path, role in zip(request.conditioning, request.roles, strict=True):
-            frames = request.frames if role == "control" else 1
+            still = expand(path).suffix.lower() in PICTURE_SUFFIXES
+            frames = 1 if role == "reference" or (role == "fill_mask" and still) else request.frames
             longest[path] = max(frames, longest.get(path, 1))
             nouns.setdefault(path, noun_of_references(spec, roles=[role]))
     given: dict[str, Conditioning] = {}

@@ -246,7 +246,7 @@ def _pixels(group: Any) -> int:
     """Return the number of pixels of a group's sample, including its conditioning images."""
     bucket, references = (group, ()) if isinstance(group[0], int) else group[:2]
     # A reference image beside a control video is a latent of its own, as several frames are.
-    beside = (math.prod(size[:2]) * (_FRAMES if len(size) > 2 else 1) for size in references)
+    beside = (math.prod(size[:2]) * (_FRAMES if "reference" in size else 1) for size in references)
     return math.prod(bucket) + sum(beside)
 
 

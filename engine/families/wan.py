@@ -137,7 +137,7 @@ class Wan(Family):
                 hidden_states=noisy,
                 timestep=timestep,
                 encoder_hidden_states=condition["prompt_embeds"],
-                control_hidden_states=_control(*(each.to(noisy.dtype) for each in beside)),
+                control_hidden_states=_control(*(part.to(noisy.dtype) for part in beside)),
                 return_dict=False,
             )[0]
         seen = condition.get(_IMAGE)
@@ -190,7 +190,7 @@ class Wan(Family):
         )
 
     def reference_arguments(self, pictures: Sequence[Conditioning]) -> dict[str, Any]:
-        """Return the pipeline's arguments: VACE's are a control video, images, or both.
+        """Return the pipeline's arguments: VACE's are a control video, its mask, and images.
 
         Its pipeline puts each image before those that it was given earlier, so that the last one
         comes first; the authors' code, and training, have them as they are given.
@@ -199,7 +199,7 @@ class Wan(Family):
             videos = [each for each in pictures if isinstance(each, list)]
             images = [each for each in pictures if not isinstance(each, list)]
             return {
-                **({"video": videos[0]} if videos else {}),
+                **dict(zip(("video", "mask"), videos, strict=False)),
                 **({"reference_images": images[::-1]} if images else {}),
             }
         last = {"last_image": pictures[1]} if self.last_frame else {}
@@ -276,20 +276,22 @@ class _Precomputed(torch.nn.Module):
 def _control(video: torch.Tensor, *images: torch.Tensor) -> torch.Tensor:
     """Return what VACE's control blocks are given, `(B, 96, n + f, h, w)`.
 
-    The last channels are the mask, with one for each pixel of a cell: all of the video is left to
-    the model, and nothing of the images.
+    The last channels are the mask, with one for each pixel of a cell. Without one, all of the video
+    is left to the model; nothing of the images is.
 
     Args:
-        video: Latents of what is kept and of what is left, `(B, 32, f, h, w)`.
+        video: Latents of what is kept and of what is left, `(B, 32, f, h, w)`; then the mask, if
+            there is one.
         images: Latents of n reference images, each `(B, 16, 1, h, w)`.
     """
     batch, channels, *size = video.shape
-    control = torch.cat([video, video.new_ones(batch, _CELL**2, *size)], dim=1)
+    if channels < _CELL**2:
+        video = torch.cat([video, video.new_ones(batch, _CELL**2, *size)], dim=1)
     if not images:
-        return control
-    empty = video.new_zeros(batch, channels // 2 + _CELL**2, 1, *size[1:])
-    before = [torch.cat([image, empty], dim=1) for image in images]
-    return torch.cat([*before, control], dim=2)
+        return video
+    beside = video.shape[1] - images[0].shape[1]
+    empty = video.new_zeros(batch, beside, 1, *size[1:])
+    return torch.cat([*(torch.cat([image, empty], dim=1) for image in images), video], dim=2)
 
 
 def _no_pixels(images: Any, return_tensors: str) -> BatchFeature:

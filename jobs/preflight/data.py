@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 # Check datasets before a job is queued.
 
 
+_OTHER_ROLES: Final = (
+    "; if these are reference images or fill masks, set conditioning_roles: reference or fill_mask"
+)
 _MOST_OPENED: Final = 5000  # images; in a larger folder hardly all are unusable
 
 
@@ -256,12 +259,11 @@ def split_samples(
         if None in (existing := pairs.existing_paths(path))
     }
     if samples and len(alone) == len(samples):
-        only_control = noun == NOUNS["control"]
         raise SpecError(
             f"none of the {len(samples)} images in {dataset.path} has "
             + ("all of its layers" if noun == "layer" else f"a {noun.replace(' or ', ' and a ')}"),
             f"for {samples[0].name}, it would be {alone[samples[0]]}"
-            + ("; if these are reference images, set conditioning_roles: reference" * only_control),
+            + (_OTHER_ROLES if noun == NOUNS["control"] else ""),
         )
     return samples, alone
 

@@ -73,7 +73,11 @@ CONDITIONED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         f"{TOY}/data/0001-red-circle.png",
     ),
     "wan:2.1-vace-1.3b": (
-        {"path": f"{TOY}/videos", "conditioning_path": f"{TOY}/control_videos"},
+        {
+            "path": f"{TOY}/videos",
+            "conditioning_path": [f"{TOY}/{n}" for n in ("control_videos", "control", "videos")],
+            "conditioning_roles": ["control", "reference", "fill_mask"],
+        },
         f"{TOY}/control_videos/0001-red-circle.mp4",
     ),
 }

@@ -50,6 +50,7 @@ from jobs.spec.families import (
     noun_of_references,
     takes_control_videos,
 )
+from jobs.spec.values.dataset_files import VIDEO_SUFFIXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,8 +64,10 @@ if TYPE_CHECKING:
 
 MASK: Final = "mask"
 """Name of a mask's channels, beside the latents of what it leaves."""
+FILL_MASK: Final = "fill_mask"
+"""Role of the mask of a control video."""
 MASKING: Final = 1
-"""Part of the cache keys: raise it when `random_mask` draws other masks."""
+"""Part of the cache keys: raise it when masks are drawn or applied in another way."""
 
 _COLOURS: Final = 3  # channels of pixels; a fourth one is a mask
 _WHITE: Final = 128
@@ -81,6 +84,7 @@ class LatentKeys:
         self._cache = cache
         self._index = index
         self._masks = fills(spec)
+        self._controlled = takes_control_videos(spec)
         self._sound_vae = fingerprint(root / "audio_vae") if spec.train_audio else ""
         self._facts: dict[str, Any] = {
             "family": spec.model_family,
@@ -123,16 +127,27 @@ class LatentKeys:
         facts |= keyframe_facts(item, number, self._spec) | self._facts
         return self._cache.key(content=item.digest, **facts)
 
-    def control(self, sample: int, view: int) -> tuple[str, str]:
-        """Return the keys of what a control video keeps, and of what it leaves to the model.
+    def gray(self, sample: int) -> str:
+        """Return the cache key of gray frames in the shape of a sample."""
+        return self._cache.key(gray=list(self._index.samples[sample].bucket), **self._facts)
 
-        All of it is left: what is kept are gray frames in the shape of the sample. They stand for
-        the control video as well where there is none.
+    def control(self, sample: int, view: int) -> tuple[str, str] | tuple[()]:
+        """Return the keys of what is kept of a control video, and of what is left to the model.
+
+        Gray frames stand for either where nothing is kept or left. Without a control video, a mask
+        is of the sample, and nothing of that is left. Of models without control videos, none.
         """
-        item = self._index.samples[sample]
-        gray = self._cache.key(gray=list(item.bucket), **self._facts)
-        number = role_of(item, "")
-        return gray, gray if number is None else self.reference(sample, view, number)
+        if not self._controlled:
+            return ()
+        item, gray = self._index.samples[sample], self.gray(sample)
+        number, mask = role_of(item, ""), role_of(item, FILL_MASK)
+        video = gray if number is None else self.reference(sample, view, number)
+        if mask is None:
+            return gray, video
+        facts = {"fill_mask": self.reference(sample, view, mask), "masking": MASKING}
+        if number is None:
+            return self._cache.key(kept=self(sample, view), **facts), gray
+        return self._cache.key(kept=video, **facts), self._cache.key(left=video, **facts)
 
     def reference(self, sample: int, view: int, number: int) -> str:
         """Return the cache key of a conditioning image, cropped to match a view of its sample.
@@ -147,7 +162,7 @@ class LatentKeys:
         content = reference.digest
         if reference.role:
             facts |= {"role": reference.role}
-        elif item.is_video:
+        if item.is_video and reference.role != "reference":
             facts |= {"frames": item.bucket[2], "fps": self._spec.fps}
         if self._masks:
             drawn = {} if reference.path else {"random_mask": [MASKING, shown.mask]}
@@ -165,10 +180,7 @@ def prepare_latents(
         NotFiniteError: The VAE returned non-finite values. Nothing of that image is cached.
     """
     spec, family = run.spec, run.family
-    keys, controlled = (
-        LatentKeys(spec, cache, run.model_root, index),
-        takes_control_videos(spec),
-    )
+    keys = LatentKeys(spec, cache, run.model_root, index)
     beginning = "first and last frames" if needs_last_frame(spec) else "first frame"
     drawn: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
     given: dict[str, tuple[str, Callable[[], torch.Tensor]]] = {}
@@ -176,13 +188,19 @@ def prepare_latents(
         item = index.samples[sample]
         seen = view_of(item, view, spec)
         drawn[keys(sample, view)] = item.name, partial(to_pixels, item, seen, spec)
-        for number in range(len(item.references)):
-            read = partial(reference_pixels, item, number, seen, spec)
-            name = _reference_name(item, spec, number)
-            given[keys.reference(sample, view, number)] = name, read
-        if controlled:
-            gray = partial(torch.zeros, 1, _COLOURS, *item.bucket[::-1])  # (1, 3, F, H, W)
-            given[keys.control(sample, view)[0]] = "gray frames", gray
+        mask = role_of(item, FILL_MASK)
+        for number, reference in enumerate(item.references):
+            if mask is None or reference.role == "reference":
+                read = partial(reference_pixels, item, number, seen, spec)
+                name = _reference_name(item, spec, number)
+                given[keys.reference(sample, view, number)] = name, read
+        for what, key in zip(("keeps", "leaves"), keys.control(sample, view), strict=False):
+            if key == keys.gray(sample):
+                gray = partial(torch.zeros, 1, _COLOURS, *item.bucket[::-1])  # (1, 3, F, H, W)
+                given[key] = "gray frames", gray
+            elif mask is not None:
+                read = partial(split_pixels, item, seen, spec, kept=what == "keeps")
+                given[key] = f"what the fill mask of {item.name} {what}", read
         if item.from_first and needs_first_frame(spec):
             read = partial(beginning_pixels, item, seen, spec)
             given[keys.beginning(sample, view)] = f"the {beginning} of {item.name}", read
@@ -332,14 +350,11 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
     if not reference.path:
         return masked_pixels(to_pixels(sample, view, spec), random_mask(sample, view))
     part = reference_view(reference, sample, view)
-    if reference.role:
+    if reference.role == "reference":
         return padded_pixels(reference_picture(sample, number, spec), part)
     if sample.is_video:
-        name, path = _reference_name(sample, spec, number), reference.path
-        with _report_unreadable(name):
-            shown = replace(sample, path=path, digest=reference.digest, name=name)
-            frames = _frames(shown, spec, sample.bucket[2])
-        return _scaled([fit_reference(Image.fromarray(frame), part) for frame in frames])
+        frames = _reference_frames(sample, number, spec)
+        return _scaled([fit_reference(frame, part) for frame in frames])
     picture = reference_picture(sample, number, spec)
     if makes_layers(spec):  # exactly the part of it that its image has
         return _scaled([fit(picture, view)])[:, :, 0]
@@ -348,6 +363,55 @@ def reference_pixels(sample: Sample, number: int, view: View, spec: InputKeys) -
         return masked_pixels(to_pixels(sample, view, spec), picture)
     pixels = _scaled([picture])
     return pixels if len(sample.bucket) == 3 else pixels[:, :, 0]
+
+
+def split_pixels(sample: Sample, view: View, spec: InputKeys, *, kept: bool) -> torch.Tensor:
+    """Return a control video where its fill mask is black, or white; gray elsewhere.
+
+    Without a control video, the sample. Like `WanVACEPipeline`, this splits at half white, and
+    leaves the mask itself as it is.
+
+    Args:
+        sample: The sample.
+        view: Its view.
+        spec: The job.
+        kept: Whether to return what is kept, with the mask in 0 to 1, `(1, 4, F, H, W)`; or what is
+            left to the model, `(1, 3, F, H, W)`.
+
+    Raises:
+        UserError: A file changed after it was indexed.
+    """
+    number, mask = role_of(sample, ""), role_of(sample, FILL_MASK)
+    assert mask is not None, "it has one"
+    part = reference_view(sample.references[mask], sample, view)
+    frames = [
+        np.asarray(fit_reference(frame.convert("L"), part), dtype=np.float32)
+        for frame in _reference_frames(sample, mask, spec)
+    ]
+    white = torch.from_numpy(np.stack(frames)).expand(sample.bucket[2], -1, -1)[None, None]
+    if number is None:
+        pixels = to_pixels(sample, view, spec)
+    else:
+        pixels = reference_pixels(sample, number, view, spec)
+    if not kept:
+        return pixels * (white >= _WHITE)
+    return torch.cat([pixels * (white < _WHITE), white / 255], dim=1)
+
+
+def _reference_frames(sample: Sample, number: int, spec: InputKeys) -> list[Image.Image]:
+    """Return the frames of a video beside a sample, as many as the sample has; one of an image.
+
+    Raises:
+        UserError: The file changed after it was indexed.
+    """
+    reference = sample.references[number]
+    if not sample.is_video or Path(reference.path).suffix.lower() not in VIDEO_SUFFIXES:
+        return [reference_picture(sample, number, spec)]
+    name = _reference_name(sample, spec, number)
+    with _report_unreadable(name):
+        shown = replace(sample, path=reference.path, digest=reference.digest, name=name)
+        frames = _frames(shown, spec, sample.bucket[2])
+    return [Image.fromarray(frame) for frame in frames]
 
 
 def padded_pixels(picture: Image.Image, view: ReferenceView) -> torch.Tensor:
@@ -379,10 +443,17 @@ def masked_pixels(pixels: torch.Tensor, mask: Image.Image) -> torch.Tensor:
 def mask_channels(mask: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """Return a mask `(1, 1, H, W)` as channels of latents `(C, h, w)`: `(64, h, w)` bytes.
 
-    One for each pixel of a cell, row by row, as in `FluxFillPipeline`.
+    One for each pixel of a cell, row by row, as in `FluxFillPipeline`. Of a video's, `(1, 1, F, H,
+    W)` and `(C, f, h, w)`, they are `(64, f, h, w)` bytes in 0 to 255, as `WanVACEPipeline` chooses
+    frames.
     """
-    channels = functional.pixel_unshuffle(mask, mask.shape[-1] // latents.shape[-1])
-    return channels[0].to(torch.uint8).contiguous()
+    side = mask.shape[-1] // latents.shape[-1]
+    if mask.dim() == 5:
+        cells = functional.pixel_unshuffle(mask[0].transpose(0, 1), side)  # (F, 64, h, w)
+        size = tuple(latents.shape[1:])
+        chosen = functional.interpolate(cells.transpose(0, 1)[None], size, mode="nearest-exact")
+        return (chosen[0] * 255).round().to(torch.uint8)
+    return functional.pixel_unshuffle(mask, side)[0].to(torch.uint8).contiguous()
 
 
 def reference_picture(sample: Sample, number: int, spec: InputKeys) -> Image.Image:

@@ -430,8 +430,9 @@ class Fitting:
             for place, image in zip(entry.references, facts.beside, strict=True)
         ]
         for number, role in enumerate(self._roles[: len(beside)]):
-            if role != "control":  # a reference image is not a part of the sample
-                beside[number] = replace(beside[number], role=role, aligned=False)
+            if role != "control":
+                aligned = beside[number].aligned and role != "reference"  # which is shown whole
+                beside[number] = replace(beside[number], role=role, aligned=aligned)
         return tuple(beside)
 
     def _frames(self, facts: _Facts) -> int | str:
@@ -480,7 +481,8 @@ def _add_reference_facts(
         column = dataset.model_copy(update={"image_column": place.column or dataset.image_column})
         named = Entry(name, Path(place.path), row=entry.row)
         image = _read_facts(named, column, memo)
-        if named.is_video != (entry.is_video and role != "reference"):
+        moves = entry.is_video and role != "reference"
+        if named.is_video != moves and (named.is_video or role != "fill_mask"):
             image = "a video" if named.is_video else "an image, not a video"
         if isinstance(image, str):
             return f"its {noun} cannot be used: {Path(place.path).name}: {image}"

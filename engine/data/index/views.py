@@ -344,9 +344,9 @@ def keyframes_of(sample: Sample, spec: JobKeys) -> int:
 def prompt_conditions(
     request: SampleRequest, pictures: Mapping[str, Conditioning]
 ) -> list[Conditioning]:
-    """Return what a prompt is conditioned on: images, or a control video before images.
+    """Return what a prompt is conditioned on: images, or a control video and its mask before them.
 
-    The control video is as large and as long as the sample.
+    Videos are as large and as long as the sample.
 
     Args:
         request: The prompt.
@@ -365,7 +365,9 @@ def prompt_conditions(
         if role == "reference":
             conditions.append(picture)
             continue
-        frames = picture if isinstance(picture, list) else [picture]
+        frames = picture if isinstance(picture, list) else [picture] * request.frames
+        if role == "fill_mask":
+            frames = [frame.convert("L").convert("RGB") for frame in frames]
         conditions.append([fit(frame, view) for frame in frames[: request.frames]])
     return conditions
 

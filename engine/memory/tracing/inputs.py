@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
     from jobs.spec.keys.job import JobKeys
+    from jobs.spec.values.datasets import Role
 
 _LONGEST_VIDEO: Final = (
     81  # frames; the limit of `engine.data.index.data_index` without `num_frames`
@@ -54,6 +55,7 @@ _H3_SOUNDS: Final = 40  # latents of MiniMax-H3's sound per second and channel
 _AROUND_KEYFRAME: Final = 8  # tokens that delimit and number a frame
 _FIXED_TEXT: Final = 512  # tokens, for Anima, and for Wan's models that see the first frame
 _LARGE: Final = 1024  # scale factor beyond which every rule shrinks an image
+_MASKS: Final = 64  # channels of a mask of a control video
 _LLAMA_LAYERS: Final = 32  # of Llama 3.1 8B, which HiDream uses
 
 
@@ -120,7 +122,7 @@ def latents_shape(
 
 
 def reference_shapes(
-    spec: InputKeys,
+    spec: DataPlanKeys,
     config: Mapping[str, Any],
     size: tuple[int, int],
     count: int,
@@ -150,7 +152,8 @@ def reference_shapes(
         return {FIRST_FRAME: frame}
     if takes.videos:
         channels, *cells = latents_shape(spec, config, size, frames)
-        control = {f"{REFERENCE}0": ((2 * channels, *cells), torch.float32)}
+        channels = 2 * channels + (_MASKS if has_fill_mask(spec, training=training) else 0)
+        control = {f"{REFERENCE}0": ((channels, *cells), torch.float32)}
         return control | {f"{REFERENCE}{number}": frame for number in range(1, count)}
     side = spec.conditioning_resolution if training or not takes.fixed else None
     if takes.fit is not None:
@@ -212,8 +215,18 @@ def frames_before(spec: DataPlanKeys, *, training: bool) -> int:
     """Return the most reference images that are frames before a video's own."""
     if not takes_control_videos(spec):
         return 0
+    return max((roles.count("reference") for roles in _roles(spec, training=training)), default=0)
+
+
+def has_fill_mask(spec: DataPlanKeys, *, training: bool) -> bool:
+    """Return whether any training sample or prompt has a mask of what the model fills in."""
+    given = any("fill_mask" in roles for roles in _roles(spec, training=training))
+    return given and takes_control_videos(spec)
+
+
+def _roles(spec: DataPlanKeys, *, training: bool) -> list[tuple[Role, ...]]:
     parts = (spec.datasets or []) if training else spec.validation_prompts
-    return max((entry.roles.count("reference") for entry in parts), default=0)
+    return [entry.roles for entry in parts]
 
 
 def _seen_tokens(spec: InputKeys, size: tuple[int, int], count: int, *, training: bool) -> int:

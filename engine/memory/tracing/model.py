@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine import families
-from engine.memory.tracing.inputs import references, sampled, training_frames, training_size
+from engine.memory.tracing.inputs import (
+    has_fill_mask,
+    references,
+    sampled,
+    training_frames,
+    training_size,
+)
 from engine.memory.tracing.live import rounded
 from engine.model.adapters import lora
 from engine.model.adapters.training_adapter import add_training_adapter
@@ -151,6 +157,7 @@ def shape_of(spec: JobSpec, *, sharded: bool, training: bool = True) -> Shape | 
         and [
             references(spec, training=training),
             spec.conditioning_resolution,
+            *(["fill_mask"] if has_fill_mask(spec, training=training) else []),
         ],
         "config": config,
     }

@@ -37,7 +37,11 @@ PREFERRED: Final = (
 )
 
 
-NOUNS: Final = {"control": "control video", "reference": "reference image"}
+NOUNS: Final = {
+    "control": "control video",
+    "fill_mask": "fill mask",
+    "reference": "reference image",
+}
 """What messages call a conditioning image, by its role, of models that take videos."""
 
 
@@ -71,8 +75,9 @@ class References:
             without that part. Prompts have the image before its mask.
         layers: Whether a sample's are its layers, from the back, with transparency: the model is
             given the image, and makes it again with its layers. Prompts have the image.
-        videos: Whether they are a control video as long as the sample (of a single image, an image)
-            and reference images, which are frames before it; `conditioning_roles` tells them apart.
+        videos: Whether they are a control video as long as the sample (of a single image, an
+            image), a mask of what of it the model fills in, and reference images, which are frames
+            before it; `conditioning_roles` tells them apart.
     """
 
     fit: Callable[[int, int, int | None], Fit] | None

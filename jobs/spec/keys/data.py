@@ -55,8 +55,9 @@ class DataKeys(Keys):
         "weight, resolution, trigger_word, caption, caption_column, image_column, split, "
         "regularization, loss_weight, loss_weight_column, mask_path, and one of conditioning_path, "
         "conditioning_suffix, conditioning_column (layer_path, layer_suffix, layer_column mean the "
-        "same, for layers), with conditioning_roles where they are control videos and reference "
-        "images, or, of videos, first_frame and last_frame.",
+        "same, for layers), with conditioning_roles where they are control videos (control), masks "
+        "of what is filled in (fill_mask) and reference images (reference), or, of videos, "
+        "first_frame and last_frame.",
         resume="ruled",
         blank="folder x2, other folder",
     )

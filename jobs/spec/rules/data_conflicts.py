@@ -22,6 +22,7 @@ from jobs.spec.families import (
     takes_keyframes,
     widened_of,
 )
+from jobs.spec.families.references import NOUNS
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.strategy import world_size
 from jobs.spec.values.datasets import CONDITIONING, regularizes, roles_of, sources_of
@@ -382,10 +383,14 @@ def _roles(spec: DataPlanKeys) -> Conflict | None:
         if named and len(named) != count:
             text = f"{what} has {count} conditioning images and {len(named)} conditioning_roles"
             return Conflict(key, f"{text}; name one for each", named=True)
-        if roles_of(named, count).count("control") > 1:
-            return Conflict(
-                key, f"{what} has several control videos; the model follows one", named=True
-            )
+        roles = roles_of(named, count)
+        for role in ("control", "fill_mask"):
+            if roles.count(role) > 1:
+                text = f"{what} has several {NOUNS[role]}s; the model takes one"
+                return Conflict(key, text, named=True)
+        if key == "validation_prompts" and "fill_mask" in roles and "control" not in roles:
+            text = f"{what} has a fill mask and no control video, a part of which is filled in"
+            return Conflict(key, f"{text}; add it to conditioning_image", named=True)
     return None
 
 

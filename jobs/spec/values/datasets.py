@@ -44,8 +44,11 @@ _REPEATS: Final = re.compile(r"^(?P<path>.+?)\s+[x×](?P<repeats>\d+)$")
 # for them.
 CONDITIONING: Final = ("conditioning_path", "conditioning_suffix", "conditioning_column")
 
-Role = Literal["control", "reference"]
-"""What a conditioning image is to a model that makes videos from control videos."""
+Role = Literal["control", "fill_mask", "reference"]
+"""What a conditioning image is to a model that makes videos from control videos.
+
+A `fill_mask` is white where the model fills in the video; `mask_path` is of loss masks instead.
+"""
 _OTHER_NAMES: Final = {
     "control_path": "conditioning_path",
     "control_directory": "conditioning_path",
@@ -337,7 +340,7 @@ def _entry(entry: Any) -> Any:
 class Pairs:
     """The conditioning images of a folder's samples, with `conditioning_path` or `_suffix`.
 
-    Those of videos are videos, except for reference images.
+    Those of videos are videos, except for reference images. A fill mask may be either.
 
     Args:
         dataset: The folder.
@@ -382,13 +385,16 @@ class Pairs:
     def existing_paths(self, sample: Path) -> list[Path | None]:
         """Return a sample's conditioning images, of any file type; None for each missing one."""
         stem, moves = _stem(sample, self._root), _is_video(sample)
-        kinds = [moves and role != "reference" for role in self._roles]
-        if self._folders:
-            return [self._beside[kind][n].get(stem) for n, kind in enumerate(kinds)]
-        return [
-            self._own[kind].get(stem + dataset_files.same_name(suffix))
-            for suffix, kind in zip(self._suffixes, kinds, strict=True)
-        ]
+        kinds = {"control": (moves,), "fill_mask": (moves, False), "reference": (False,)}
+        paths: list[Path | None] = []
+        for number, role in enumerate(self._roles):
+            if self._folders:
+                named = [self._beside[kind][number].get(stem) for kind in kinds[role]]
+            else:
+                name = stem + dataset_files.same_name(self._suffixes[number])
+                named = [self._own[kind].get(name) for kind in kinds[role]]
+            paths.append(next(filter(None, named), None))
+        return paths
 
     def is_sample(self, path: Path) -> bool:
         """Return whether a file is a sample rather than a conditioning image of another sample."""
@@ -399,7 +405,7 @@ class Pairs:
         return not any(
             stem.endswith(suffix) and stem.removesuffix(suffix) in self._own[kind]
             for suffix, role in zip(suffixes, self._roles, strict=False)
-            for kind in ({moves, True} if role == "reference" else {moves})
+            for kind in ({moves} if role == "control" else {moves, True})
         )
 
 

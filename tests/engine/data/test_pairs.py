@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.data.encode.latents import reference_pixels, to_pixels
+from engine.data.encode.latents import LatentKeys, reference_pixels, split_pixels, to_pixels
+from engine.data.encode.tensor_cache import TensorCache
 from engine.data.index import views
 from engine.data.index.data_index import DataIndex, build_index, read_reference
 from engine.data.index.views import (
@@ -155,13 +156,16 @@ def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["path", "suffix"])
 def test_reference_images_are_beside_videos_and_images(tmp_path: Path, place: str) -> None:
-    """Always images; a control video of the same name is none, and the other way around."""
-    for name in ("a", "b", "a_pose", "b_pose"):
+    """Always images; a control video of the same name is none, and the other way around.
+
+    Masks of what is filled in may be either.
+    """
+    for name in ("a", "b", "d", "a_pose", "b_pose", "d_pose", "b_hole", "d_hole"):
         path = tmp_path / "data" / f"{name}.mp4"
         path.parent.mkdir(exist_ok=True)
         record(path, [np.full((64, 64, 3), 40 * n, np.uint8) for n in range(5)])
         path.with_suffix(".txt").write_text(name)
-    for name in ("a_who", "c", "c_pose", "c_who"):
+    for name in ("a_who", "a_hole", "c", "c_pose", "c_who", "c_hole", "d_who"):
         draw(tmp_path / f"data/{name}.png", caption=name)
     if place == "path":
         for file in [path for path in (tmp_path / "data").iterdir() if "_" in path.name]:
@@ -169,37 +173,102 @@ def test_reference_images_are_beside_videos_and_images(tmp_path: Path, place: st
             (tmp_path / folder).mkdir(exist_ok=True)
             file.rename(tmp_path / folder / f"{stem}{file.suffix}")
     named = {
-        "path": [str(tmp_path / "pose"), str(tmp_path / "who")],
-        "suffix": ["_pose", "_who"],
+        "path": [str(tmp_path / folder) for folder in ("who", "pose", "hole")],
+        "suffix": ["_who", "_pose", "_hole"],
     }[place]
+    roles = ["reference", "control", "fill_mask"]
     values = {
         "pretrained_model_name_or_path": "m",
         "model_family": "wan",
         "model_flavour": "2.1-vace-1.3b",
-        "datasets": [{"path": str(tmp_path / "data"), f"conditioning_{place}": named}],
+        "datasets": [
+            {"path": str(tmp_path / "data"), f"conditioning_{place}": named}
+            | {"conditioning_roles": roles}
+        ],
         "resolution": 64,
         "fps": 8,
         "cache_dir": str(tmp_path / "cache"),
     }
     spec = load_spec(None, values)
     index = build_index(spec)
-    assert [sample.name for sample in index.samples] == ["a.mp4", "c.png"]
-    assert [[one.role for one in sample.references] for sample in index.samples] == [
-        ["", "reference"]
-    ] * 2
-    assert [sample.bucket[2] for sample in index.samples] == [5, 1]
+    assert [sample.name for sample in index.samples] == ["a.mp4", "c.png", "d.mp4"]
+    assert [[one.path[-3:] for one in sample.references] for sample in index.samples] == [
+        ["png", "mp4", "png"],
+        ["png"] * 3,
+        ["png", "mp4", "mp4"],
+    ]
+    assert [sample.bucket[2] for sample in index.samples] == [5, 1, 5]
     (lost,) = index.skipped
-    assert lost.why.startswith("no control video or reference image: ")
+    noun = "reference image or control video or fill mask"
+    assert lost.why.startswith(f"no {noun}: ")
     missing = lost.why.removesuffix(" does not exist").rpartition(": ")[2]
     assert missing.endswith({"path": "who/b.png", "suffix": "data/b_who.png"}[place])
     assert missing_partners(spec) == [
-        f"1 of 3 images in {tmp_path / 'data'}: no control video or reference image ({missing}), "
-        "will be skipped."
+        f"1 of 4 images in {tmp_path / 'data'}: no {noun} ({missing}), will be skipped."
     ]
-    groups = [sample.group for sample in index.samples]
-    assert groups[0] == ((64, 64, 5), ((64, 64), (64, 64, "reference")), False)
+    beside = ((64, 64, "reference"), (64, 64), (64, 64, "fill_mask"))
+    assert index.samples[0].group == ((64, 64, 5), beside, False)
     index.save(tmp_path / "index.json")
     assert DataIndex.load(tmp_path / "index.json").samples == index.samples
+
+
+def test_what_a_fill_mask_keeps_of_a_video(tmp_path: Path) -> None:
+    """Of the sample where there is no control video, and nothing of it is left to the model.
+
+    Each file, and what it is said to be, changes what is cached.
+    """
+    size, half = (64, 64), np.zeros((64, 64, 3), np.uint8)
+    for name in ("a", "b"):
+        draw(tmp_path / f"data/{name}.png", size, caption=name)
+        draw(tmp_path / f"who/{name}.png", size)
+    draw(tmp_path / "control/a.png", (128, 128))
+    draw(tmp_path / "control/b.png", size)
+    half[:, 32:] = 128
+    (tmp_path / "hole").mkdir()
+    for name in ("a", "b"):
+        Image.fromarray(half + (name == "b")).save(tmp_path / f"hole/{name}.png")
+    cases = {
+        "control": ["control"],
+        "hole": ["fill_mask"],
+        "control hole": ["control", "fill_mask"],
+        "who": ["control"],
+        "who hole": ["control", "fill_mask"],
+    }
+    seen: dict[str, Any] = {}
+    for folders, roles in cases.items():
+        entry = {
+            "path": str(tmp_path / "data"),
+            "conditioning_path": [str(tmp_path / folder) for folder in folders.split()],
+            "conditioning_roles": roles,
+        }
+        values = {
+            "pretrained_model_name_or_path": "m",
+            "model_family": "wan",
+            "model_flavour": "2.1-vace-1.3b",
+            "datasets": [entry],
+            "resolution": 64,
+            "cache_dir": str(tmp_path / "cache"),
+            "random_flip": True,
+        }
+        spec = load_spec(None, values)
+        index = build_index(spec)
+        keys = LatentKeys(spec, TensorCache(tmp_path / "cache", "latents"), tmp_path, index)
+        seen[folders] = spec, index.samples[0], keys.control(0, 0), keys.control(0, 1)
+    spec, sample, *_ = seen["hole"]
+    view = view_of(sample, 1, spec)
+    own = to_pixels(sample, view, spec)
+    kept = split_pixels(sample, view, spec, kept=True)
+    white = torch.zeros_like(own[:, :1])
+    white[..., :32] = 128 / 255  # mirrored with the video
+    assert torch.allclose(kept, torch.cat([own * (white == 0), white], dim=1))
+    spec, sample, *_ = seen["control hole"]
+    control = reference_pixels(sample, 0, view, spec)
+    left = split_pixels(sample, view, spec, kept=False)
+    assert torch.equal(left, control * (white > 0))
+    gray = seen["control"][2][0]
+    assert gray == seen["who"][2][0] == seen["hole"][2][1] == seen["hole"][3][1]
+    others = [key for *_, one, two in seen.values() for key in (*one, *two) if key != gray]
+    assert len(set(others)) == len(others) == 14
 
 
 def test_files_with_a_suffix(tmp_path: Path, job: Callable[..., JobSpec]) -> None:

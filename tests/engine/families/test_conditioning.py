@@ -82,6 +82,7 @@ from tests.support.engine.families import (
     shrink_pipelines,
     toys_root,
     without_sound,
+    write_fill_masks,
 )
 from tests.support.engine.run_context import run_context
 from tests.support.waiting import PATIENCE
@@ -365,7 +366,13 @@ def test_a_first_frame_beside_the_video_is_as_in_the_pipeline(
 @torch.no_grad()
 @pytest.mark.parametrize(
     "roles",
-    [["control"], ["control", "reference", "reference"], ["reference"]],
+    [
+        ["control"],
+        ["control", "reference", "reference"],
+        ["reference"],
+        ["fill_mask", "control"],
+        ["reference", "control", "fill_mask"],
+    ],
     ids="-".join,
 )
 def test_a_control_video_is_as_in_the_pipeline(
@@ -377,7 +384,10 @@ def test_a_control_video_is_as_in_the_pipeline(
     """
     case = Case("wan:2.1-vace-1.3b", toys_root(tmp_path_factory))
     images = iter((case.paths.control, case.paths.data))
-    places = [case.control_videos if role == "control" else next(images) for role in roles]
+    still = roles[0] == "fill_mask"
+    masks = write_fill_masks(case.videos, case.frames, case.side, still=still, root=tmp_path / "m")
+    own = {"control": case.control_videos, "fill_mask": masks}
+    places = [own[role] if role in own else next(images) for role in roles]
     entry = {"path": str(case.videos), "conditioning_path": [str(place) for place in places]}
     spec = case.spec(datasets=[entry | {"conditioning_roles": roles}])
     index, cache = build_index(spec), TensorCache(tmp_path, "latents")
@@ -412,7 +422,9 @@ def test_a_control_video_is_as_in_the_pipeline(
         given = told["control_hidden_states"]
         own = _control(*references_in(condition))
         assert torch.allclose(given, own, rtol=1e-3, atol=1e-3)
-        assert torch.equal(given[:, 32:].mean((0, 1, 3, 4)), torch.tensor([0.0] * before + [1, 1]))
+        shares = given[:, 32:].mean((0, 1, 3, 4))
+        assert not shares[:before].any()
+        assert ((shares[before:] == 1) ^ ("fill_mask" in roles)).all()
         assert torch.equal(latents[:, :, :before], own[:, :16, :before]), "they are to be made too"
         level, noisy = told["timestep"] / 1000, told["hidden_states"]
         assert noisy.shape == latents.shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import av
@@ -32,7 +33,6 @@ from tests.support.forks.client import RanksFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 KINDS = ("lora", "full")
 # And with one process: layout and kind.
@@ -115,10 +115,10 @@ def job(case: Case, kind: str, root: Path) -> dict[str, Any]:
         own = case.takes is None or case.takes.layers
         pictures = case.paths.data if own else case.paths.control
         if case.takes is not None and case.takes.videos:
-            prompt["conditioning_image"] = [
-                str(min(place.glob(f"*.{kind}")))
-                for place, kind in ((case.control_videos, "mp4"), (case.paths.control, "png"))
-            ]
+            (entry,) = case.spec().datasets or []
+            places = [Path(place) for place in entry.conditioning_path or ()]
+            prompt["conditioning_image"] = [str(min(place.glob("0*"))) for place in places]
+            prompt["conditioning_roles"] = entry.conditioning_roles
         else:
             prompt["conditioning_image"] = [str(min(pictures.glob("*.png")))]
         if case.facts.needs_last_frame(case.flavour) or case.facts.takes_keyframes(case.flavour):

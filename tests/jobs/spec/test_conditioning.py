@@ -207,7 +207,17 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
                 (
                     {"conditioning_suffix": ["_1", "_2"], "conditioning_roles": ["control"] * 2},
                     {},
-                    "d has several control videos; the model follows one",
+                    "d has several control videos; the model takes one",
+                ),
+                (
+                    {"conditioning_suffix": "_1"},
+                    {
+                        "sample_prompts": [
+                            {"prompt": "p", "image": "m", "conditioning_roles": "fill_mask"}
+                        ]
+                    },
+                    '"p" has a fill mask and no control video, a part of which is filled in; add '
+                    "it to conditioning_image",
                 ),
                 (
                     {"conditioning_suffix": ["_1", "_2"], "conditioning_roles": "reference"},

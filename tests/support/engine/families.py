@@ -240,9 +240,12 @@ class Case:
                 entry |= {"first_frame": 0.8, "last_frame": 0.5}
             return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         if self.takes.videos:
+            masks = write_fill_masks(self.videos, self.frames, self.side)
+            places = (self.control_videos, self.paths.control, masks)
             entry = {
                 "path": str(self.videos),
-                "conditioning_path": [str(self.control_videos), str(self.paths.control)],
+                "conditioning_path": [str(place) for place in places],
+                "conditioning_roles": ["control", "reference", "fill_mask"],
             }
             return {"datasets": [entry], "num_frames": self.frames, "fps": _FPS}
         entry = {"path": str(self.paths.data)}
@@ -351,6 +354,27 @@ class Case:
                 generator=torch.Generator("cpu").manual_seed(request.seed),
                 **options,
             )[0]
+
+
+def write_fill_masks(
+    videos: Path, frames: int, side: int, *, still: bool = False, root: Path | None = None
+) -> Path:
+    """Write a mask for each video, white and gray to the left and growing, or as one image each."""
+    from tests.support.images.videos import record
+
+    root = root or videos.with_name("fill_masks")
+    gray = np.zeros((frames, side, side, 3), np.uint8)
+    for number in range(frames):
+        gray[number, :, : side // 4 + 2 * number] = 255
+        gray[number, : side // 5] = 200
+        gray[number, side // 5 : side // 3] = 90
+    root.mkdir(exist_ok=True)
+    for video in videos.glob("*.mp4"):
+        if still:
+            Image.fromarray(gray[0]).save(root / f"{video.stem}.png")
+        elif not (root / video.name).exists():
+            record(root / f"{video.stem}.part.mp4", list(gray)).rename(root / video.name)
+    return root
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from engine.train.training_loop import Trainer
 from jobs.errors import UserError
 from jobs.models.find_model import find_lora, find_model
 from jobs.run.events import End, Start
-from jobs.spec.families import get_family, latent_step_of
+from jobs.spec.families import get_family, latent_step_of, token_parts
 from jobs.spec.file.load import load_spec
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import sizes_of
@@ -279,7 +279,7 @@ def check_context(spec: JobSpec, family: Family, world: World) -> None:
         UserError: Not on GPUs, or the ranks cannot evenly share the tokens of an image or caption.
     """
     require_cuda(world.device)
-    size, step = spec.context_parallel_size, latent_step_of(spec)
+    size, step = token_parts(spec), latent_step_of(spec)
     sizes_of(spec)  # refuses
     for request in requests_of(spec):
         tokens = (request.width // step) * (request.height // step)

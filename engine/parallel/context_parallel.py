@@ -263,7 +263,7 @@ class _Gather(torch.autograd.Function):
         return parts.transpose(0, 1).flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient of this rank's tokens. A collective."""
         parts = grad.unflatten(1, (ctx.ranks, -1)).transpose(0, 1).contiguous()
         mine = torch.empty_like(parts[0])
@@ -278,7 +278,7 @@ def _gather(
 
 
 def _gathered(group: dist.ProcessGroup, mine: torch.Tensor) -> torch.Tensor:
-    return _Gather.apply(mine, group)  # type: ignore[no-any-return]
+    return _Gather.apply(mine, group)
 
 
 def _split_levels(

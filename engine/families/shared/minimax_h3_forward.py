@@ -167,7 +167,7 @@ class MiniMaxH3Transformer(MiniMaxH3Transformer3DModel):
         return super().forward(**names)
 
     def _fill_up(self, names: dict[str, Any], samples: tuple[int, ...]) -> tuple[int, ...]:
-        """Add rows for ranks to have equally many; they are a sample that no other one sees."""
+        """Add rows for ranks to have equally many: a sample that no other sees."""
         rows = len(names["position_ids"])
         more = -rows % self.ranks
         for name in ("token_tags", "timestep_indices"):

@@ -46,6 +46,7 @@ __all__ = [
     "takes_control_videos",
     "takes_first_frame",
     "takes_keyframes",
+    "token_parts",
     "widened_of",
     "wrapped_classes",
 ]
@@ -167,6 +168,12 @@ def latent_step_of(spec: JobKeys) -> int:
     """Sides of a job's images are multiples of this, in pixels; 1 if its family is unknown."""
     family = FAMILIES.get(spec.model_family)
     return family.latent_step_of(spec.model_flavour) if family is not None else 1
+
+
+def token_parts(spec: RecipeKeys) -> int:
+    """Return what the number of an image's tokens must divide by, for ranks that share them."""
+    family = FAMILIES.get(spec.model_family)
+    return 1 if family is not None and family.fills_up else spec.context_parallel_size
 
 
 def references_of(spec: JobKeys) -> References | None:

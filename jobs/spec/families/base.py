@@ -137,8 +137,9 @@ class Family:
             guidance is an input of the model.
         text_negatives: Whether a negative prompt says what guidance leads away from.
         component: Directory of the denoiser, and its name in the pipeline.
-        context_parallel: Whether `engine.parallel.context_parallel` can split its tokens over ranks.
+        context_parallel: Whether ranks can share its tokens (`engine.parallel.context_parallel`).
         splits_text: Whether it splits text tokens too, so that their number must divide.
+        fills_up: Whether tokens are added where their number does not divide.
         experts: Whether its tokens are routed to experts.
         text_lora: The text encoders that a LoRA can be trained on, by their names in the pipeline,
             each with what its modules' names begin with in kohya's scripts; none of most families.
@@ -188,6 +189,7 @@ class Family:
     other_names: tuple[str, ...] = ()
     context_parallel: bool = False
     splits_text: bool = True
+    fills_up: bool = False
     routed_blocks: Mapping[str, str] = field(default_factory=dict)
     not_routed: str = ""
     keeps_fp32: bool = False

@@ -26,6 +26,7 @@ FAMILY = Family(
     keeps_fp32=True,
     context_parallel=True,
     splits_text=False,
+    fills_up=True,
     sound=True,
     rate=24.0,
     latent_step=32,  # the VAE shrinks by 16, and the transformer takes 2x2 latents

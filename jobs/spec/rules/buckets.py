@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from jobs.errors import UserError
-from jobs.spec.families import latent_step_of
+from jobs.spec.families import latent_step_of, token_parts
 from jobs.spec.values.resolutions import all_resolutions, resolutions_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def sizes_of(spec: JobSpec) -> list[tuple[int, int]]:
 def sizes_at(resolution: int, spec: JobSpec) -> list[tuple[int, int]]:
     """Return the sizes that images are cropped to at one resolution; raises like `sizes_of`."""
     sizes = bucket_sizes(resolution, bucket_step(resolution, spec), widest_bucket(spec))
-    ranks = spec.context_parallel_size
+    ranks = token_parts(spec)
     sizes = divisible(sizes, latent_step_of(spec), ranks)
     if not sizes:
         raise UserError(

@@ -520,9 +520,10 @@ def _split(spec: JobSpec) -> Conflict | None:
     given = given or any(prompt.conditioning_image for prompt in spec.validation_prompts)
     if not given or spec.context_parallel_size == 1:
         return None
+    noun = noun_of_references(spec, of_prompts=True)
     return Conflict(
         "context_parallel_size",
-        f"{noun_of_references(spec, of_prompts=True)}s cannot be split over ranks; use 1",
+        f"{noun}s are tokens that ranks cannot share evenly; use 1",
         named=True,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from jobs.run.judging import LOSS
-from jobs.spec.families import FAMILIES, latent_step_of, takes_first_frame
+from jobs.spec.families import FAMILIES, latent_step_of, takes_first_frame, token_parts
 from jobs.spec.keys.prompts import frames_of, requests_of, size_of
 from jobs.spec.rules.data_conflicts import Conflict
 from jobs.spec.values.datasets import TRIGGER
@@ -22,7 +22,7 @@ _USUAL_LENGTH: Final = 81  # frames of a sampled video, at most, that a warning 
 
 def shared_tokens(spec: JobSpec) -> Conflict | None:
     """Check that the tokens of samples can be split evenly over context-parallel ranks."""
-    ranks, family = spec.context_parallel_size, FAMILIES.get(spec.model_family)
+    ranks, family = token_parts(spec), FAMILIES.get(spec.model_family)
     if ranks == 1 or family is None:
         return None
     step = latent_step_of(spec)

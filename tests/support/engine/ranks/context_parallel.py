@@ -9,12 +9,14 @@ import json
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from diffusers import (
+    ContextParallelConfig,
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -33,6 +35,12 @@ from engine.data.loader import MicroBatch
 from engine.diffusion.objective import NoiseDraw, NoisySample
 from engine.families.flux import Flux
 from engine.families.ltx2 import LTX2
+from engine.families.shared.ltx2_pipeline import (
+    Connected,
+    ConnectedPipeline,
+    SoundScale,
+    text_widths,
+)
 from engine.families.shared.minimax_h3_forward import (
     SOUND,
     VIDEO,
@@ -44,7 +52,7 @@ from engine.model.activation_checkpointing import checkpoint_activations
 from engine.model.adapters.lora import add_lora, lora_parameters
 from engine.model.files.weights import local_part, materialise, rows_of
 from engine.parallel.context_parallel import enable_context_parallel
-from engine.ranks.mesh import build_mesh, sharding_mesh
+from engine.ranks.mesh import RING, ULYSSES, build_mesh, sharding_mesh
 from engine.ranks.telemetry import Peaks
 from engine.ranks.world import World
 from engine.toy.families.flux import build_scheduler
@@ -57,6 +65,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Inputs = dict[str, Any]
+SAMPLED = ("flux", "ltx23")
 SIDE, TEXT, BATCH = 4, 8, 2  # tokens along a side, tokens of text, samples of a micro-batch
 
 
@@ -494,35 +503,91 @@ def relative(value: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def measure_sampling(world: World) -> dict[str, Any]:
+def measure_sampling(case: Case, world: World) -> dict[str, Any]:
     """The stock pipeline on a split model against the same on a whole one."""
-    case = Case("sampling", world.size)
     reference = reference_model(case)
     model = parallel_model(case, world, reference)
-    latents = []
-    for transformer in (reference, model):
-        pipeline = FluxPipeline(
-            scheduler=build_scheduler(),
-            transformer=transformer,
-            vae=None,
-            text_encoder=None,
-            tokenizer=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        generator = torch.Generator().manual_seed(3)
-        result = pipeline(
-            prompt_embeds=torch.randn(1, TEXT, 32, generator=generator),
-            pooled_prompt_embeds=torch.randn(1, 32, generator=generator),
-            width=64,
-            height=64,
-            num_inference_steps=3,
+    draw = _draw_image if case.family == "flux" else _draw_video
+    latents = [draw(transformer) for transformer in (reference, model)]
+    return {"output": relative(latents[1], latents[0])}
+
+
+def _draw_image(transformer: Any) -> torch.Tensor:
+    unused = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+    pipeline = FluxPipeline(scheduler=build_scheduler(), transformer=transformer, **unused)
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(3)
+    latents: torch.Tensor = pipeline(
+        prompt_embeds=torch.randn(1, TEXT, 32, generator=generator),
+        pooled_prompt_embeds=torch.randn(1, 32, generator=generator),
+        width=64,
+        height=64,
+        num_inference_steps=3,
+        generator=generator,
+        output_type="latent",
+    ).images
+    return latents
+
+
+class LatentsAsTheyAre:
+    """In the place of LTX-2's autoencoder."""
+
+    spatial_compression_ratio, temporal_compression_ratio = 32, 8
+    latents_mean, latents_std = torch.zeros(()), torch.ones(())
+    config = SimpleNamespace(scaling_factor=1.0)
+
+
+def _draw_video(transformer: Any) -> torch.Tensor:
+    """A guided video with its sound, also without what joins them, and their self-attention."""
+    unused = dict.fromkeys(("text_encoder", "tokenizer", "vocoder"))
+    pipeline = ConnectedPipeline(
+        scheduler=build_scheduler(),
+        transformer=transformer,
+        vae=LatentsAsTheyAre(),
+        audio_vae=SoundScale({"latent_channels": 1, "mel_bins": 32}),
+        connectors=Connected(transformer.config),
+        **unused,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(3)
+    width = sum(text_widths(transformer.config))
+    texts = {
+        name: torch.randn(1, TEXT, width, generator=generator)
+        for name in ("prompt_embeds", "negative_prompt_embeds")
+    }
+    return flat(
+        pipeline(
+            **texts,
+            width=128,
+            height=128,
+            num_frames=9,
+            num_inference_steps=2,
+            guidance_scale=3.0,
+            stg_scale=1.0,
+            spatio_temporal_guidance_blocks=[0],
+            modality_scale=2.0,
             generator=generator,
             output_type="latent",
+            return_dict=False,
         )
-        latents.append(result.images)
-    return {"output": relative(latents[1], latents[0])}
+    )
+
+
+def try_own_plan(world: World) -> dict[str, Any]:
+    """Train with the plan that diffusers has for LTX-Video; say what fails."""
+    assert world.mesh is not None
+    model: Any = reference_model(Case("own plan", world.size, family="ltx"))
+    model.enable_parallelism(
+        config=ContextParallelConfig(ulysses_degree=world.size, mesh=world.mesh[RING, ULYSSES])
+    )
+    # Forward takes no masks either.
+    unmasked = {"timestep": torch.rand(BATCH), "encoder_attention_mask": None}
+    output = model(**_ltx_inputs() | unmasked, return_dict=False)[0]
+    try:
+        output.sum().backward()
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"error": ""}
 
 
 def bend() -> None:
@@ -575,7 +640,10 @@ def work(rank: int, ranks: int, cases: list[Case], meeting: str, results: Path) 
     for case in cases:
         found[case.name] = measure(case, _world(rank, case))
     if ranks == 2:
-        found["sampling"] = measure_sampling(_world(rank, Case("sampling", ranks)))
+        found["own plan"] = try_own_plan(_world(rank, Case("own plan", ranks)))
+        for family in SAMPLED:
+            case = Case("sampling", ranks, family=family)
+            found[f"{family} sampling"] = measure_sampling(case, _world(rank, case))
     if rank == 0:
         earlier = json.loads(results.read_text()) if results.exists() else {}
         results.write_text(json.dumps(earlier | found))

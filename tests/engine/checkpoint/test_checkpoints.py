@@ -576,13 +576,13 @@ def test_closing_ends_the_thread_and_frees_the_copy(
     monkeypatch.setattr(saver_module.DefaultStager, "close", spy)
     spec = toy_spec(toy, checkpointing_async=True)
     telemetry = Telemetry(run_dir, 0)
-    saver = checkpoint.Saver(spec, run_dir, ALONE, telemetry)
     before = set(threading.enumerate())
+    saver = checkpoint.Saver(spec, run_dir, ALONE, telemetry)
+    own = [one for one in threading.enumerate() if one.name == "save_0" and one not in before]
+    assert len(own) == 1
     saver.save(training_of(toy, spec))
     saver.finish()
     assert freed == [], "its memory is used again"
-    own = {one for one in set(threading.enumerate()) - before if one.name.startswith("save")}
-    assert len(own) == 1
     saver.close()
     assert freed == ["copy"]
     assert not any(one.is_alive() for one in own)

@@ -199,7 +199,8 @@ def build_model(run: RunContext) -> torch.nn.Module:
     if checkpoints_activations(spec):
         checkpoint_activations(model, spec)
     if spec.model_type == "lora":
-        lora.add_lora(model, spec, family.lora_targets(spec))
+        unused = family.without_gradient(model, spec)
+        lora.add_lora(model, spec, family.lora_targets(spec), unused)
     if computes_alone(spec, sharded=world.shards):
         narrow_inputs(model, compute_dtype(spec))
     if world.mesh is not None and world.context_size > 1:
@@ -257,8 +258,15 @@ def begin_from_lora(run: RunContext, model: torch.nn.Module) -> bool:
         return True
     file = find_lora(run.spec.init_lora)
     if file is not None:
-        lora_file.begin_from(model, file, run.family)
+        unused = run.family.without_gradient(model, run.spec)
+        left_out = lora_file.begin_from(model, file, run.family, unused)
         run.telemetry.say(f"the adapter begins from {file}")
+        if left_out:
+            run.telemetry.warn(
+                f"init_lora: {file.name} also adapts {left_out[0]}"
+                f"{f' and {len(left_out) - 1} more' if left_out[1:] else ''}, which the loss of "
+                "this job does not depend on; the export leaves these out"
+            )
     return file is not None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,6 +56,12 @@ class LoraOutput:
         self.warnings: list[str] = []
         self._lokr = recipe.spec.lora_variant == "lokr"
         self._model = _adapted(recipe)
+        unused: tuple[str, ...] = ()
+        if without := recipe.family.without_gradient(self._model, recipe.spec):
+            # Of a checkpoint from before such layers had no adapter: without effect.
+            unused = tuple(f"{name}." for name in lora.unused_layers(self._model, without))
+        self._left_out = {name for name in facts if name.startswith(unused)}
+        facts = {name: fact for name, fact in facts.items() if name not in self._left_out}
         expected = {n: tuple(p.shape) for n, p in lora.lora_parameters(self._model).items()}
         if odd := [n for n in expected | dict(facts) if expected.get(n) != _shape(facts, n)]:
             raise UserError(
@@ -68,7 +75,8 @@ class LoraOutput:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add one tensor."""
-        self._whole[name] = tensor
+        if name not in self._left_out:
+            self._whole[name] = tensor
 
     def finish(self, checked: Callable[[], None]) -> None:
         """Write the files, read them back, and have stock diffusers load them.
@@ -118,7 +126,11 @@ class LoraOutput:
         checked: Callable[[], None],
     ) -> None:
         family = self._recipe.family
-        configs = {family.lora_prefix: self._config()}
+        config = self._config()
+        if config["exclude_modules"]:  # the file's names say what is adapted, or peft warns
+            modules = {re.split(r"\.lo(?:ra|kr)_", name)[0] for name in layers}
+            config |= {"exclude_modules": None, "target_modules": modules}
+        configs = {family.lora_prefix: config}
         for name in texts:
             configs[name] = _unscaled(text_lora.config_of(self._recipe.spec).to_dict())
         written: list[VerifiedFile] = []
@@ -292,7 +304,9 @@ def _adapted(recipe: Recipe, *, empty: bool = False) -> Any:
             config = denoiser_config(recipe.spec, config)
         model = model_class.from_config(config)
     if not empty:
-        lora.add_lora(model, recipe.spec, recipe.family.lora_targets(recipe.spec))
+        spec, family = recipe.spec, recipe.family
+        unused = family.without_gradient(model, spec)
+        lora.add_lora(model, spec, family.lora_targets(spec), unused)
         if trains_text(recipe.spec):
             encoders = text_lora.on_meta(recipe.family, recipe.root)
             text_lora.attach(model, text_lora.adapted_encoders(encoders, recipe.spec))

@@ -135,7 +135,12 @@ def _load(run: RunContext, name: str, other: OtherExpert | None = None) -> torch
     choose_attention(model, spec)
     if other is not None and other.spec.model_type == "lora":
         keys = {key: getattr(other.spec, key) for key in LoraKeys.model_fields}
-        lora.add_lora(model, frozen.model_copy(update=keys), family.lora_targets(other.spec))
+        lora.add_lora(
+            model,
+            frozen.model_copy(update=keys),
+            family.lora_targets(other.spec),
+            family.without_gradient(model, other.spec),
+        )
     adapter = lora.lora_parameters(model)
     swapped = swap_blocks(model, spec, family, world)
     model.requires_grad_(False)

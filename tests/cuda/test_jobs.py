@@ -7,13 +7,14 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import pytest
 
 from engine.model.release import STILL_HELD
 from jobs.run.why_failed import why_failed
 from jobs.spec.families import FAMILIES
+from jobs.spec.values.value_types import Optimizer
 from tests.support.cuda_stub import budgets
 from tests.support.cuda_stub.rehearsal import STEPS, TOY, Job, prompt_of
 from tests.support.nvml_stub.stub import uuid
@@ -52,6 +53,21 @@ def _families() -> Iterator[tuple[str, Job]]:
                 "validation_num_inference_steps": _SAMPLED_IN.get(family, 2),
             }
             yield f"{family} {kind}", Job(1, values)
+
+
+# 8-bit AdamW's update is compiled by inductor.
+OPTIMIZERS: Final = tuple(sorted({*get_args(Optimizer)} - {"adamw_8bit"}))
+_RATES: Final = {"prodigy": 1.0}  # which it multiplies with its estimate
+OFFLOADED: Final = ("muon", "came")  # whose steps need the GPU although all is in host memory
+
+
+def _optimizers() -> Iterator[tuple[str, Job]]:
+    """Each with steps that may be skipped; one that ends the job asks for no more."""
+    for name in OPTIMIZERS:
+        values = FULL | {"optimizer": name, "learning_rate": _RATES.get(name, 1e-3)}
+        yield f"{name}, skipping", Job(1, values | {"on_nonfinite": "skip"})
+        if name in OFFLOADED:
+            yield f"{name}, offloaded", Job(2, FSDP | values | {"fsdp_cpu_offload": True})
 
 
 # How often a step of these waits for the device; one of every other family never does.
@@ -117,7 +133,9 @@ _WITH_FRAMES: Final = {
 JOBS: Final = (
     dict(_families())
     | dict(_on_two())
+    | dict(_optimizers())
     | {
+        "unclipped": Job(1, FULL | {"max_grad_norm": 0}),
         "ltx2 with sound": Job(
             1, FULL | {"model_family": "ltx2", "train_audio": True, "train_batch_size": 2}
         ),
@@ -275,6 +293,8 @@ WITH_BUDGET: Final = (
     "routed tokens",
     "sharded nf4",
     *(f"{family} {kind} on two" for family, kind in SHARDED.items()),
+    *(name for name, _ in _optimizers()),
+    "unclipped",
     "one gpu",
     "ddp",
     "ddp full",
@@ -295,6 +315,7 @@ WITH_BUDGET: Final = (
 COMPARED: Final = {
     "accumulation": "one gpu",
     "ema": "flux full",
+    "unclipped": "adamw, skipping",
     "checkpointing": "one gpu",
     "selective checkpointing": "one gpu",
     "sharded lora": "fsdp2",
@@ -322,6 +343,8 @@ def test_the_readme_says_what_is_rehearsed() -> None:
             file, _, test = name.partition("::")
             if test:
                 assert f"def {test}(" in (HERE / file).read_text(), name
+            elif "OPTIMIZER" in name:
+                named |= {name.replace("OPTIMIZER", each) for each in OPTIMIZERS}
             elif "FAMILY" in name:
                 named |= {name.replace("FAMILY", family) for family in FAMILIES}
             else:
@@ -390,6 +413,10 @@ def test_what_a_setting_changes_in_a_step(name: str, other: str, rehearsal: Rehe
             assert mine["gemms"] == 2 * others["gemms"]
         case "ema":
             assert held[0] > held[1]
+        case "unclipped":
+            assert mine["launches"] < others["launches"], "gradients are measured, not scaled"
+            for kind in ("h2d", "d2h", "syncs"):
+                assert mine.get(kind, 0) == others.get(kind, 0), kind
         case "checkpointing" | "fsdp2 checkpointing":
             assert mine["gemms"] > others["gemms"], "blocks are computed twice"
         case "selective checkpointing":
@@ -505,6 +532,18 @@ def test_no_family_may_wait_without_a_reason() -> None:
     allowed = budgets.read()
     names = {f"{family} {kind}": WAITS.get(family, 0) for family in FAMILIES for kind in KINDS}
     assert {name: allowed[name]["syncs"] for name in names} == names
+
+
+def test_no_optimizer_waits_to_skip_a_step_without_a_reason() -> None:
+    """Schedule-free AdamW's authors count and weigh steps on the host."""
+    allowed = budgets.read()
+    waits = {"adamw_schedule_free": 1}
+    rows = {name: allowed[f"{name}, skipping"] for name in OPTIMIZERS}
+    assert {name: row["syncs"] for name, row in rows.items()} == {
+        name: waits.get(name, 0) for name in OPTIMIZERS
+    }
+    everyone = [*rows.values(), *(allowed[f"{name}, offloaded"] for name in OFFLOADED)]
+    assert not any(row["pageable"] for row in everyone)
 
 
 @pytest.mark.slow

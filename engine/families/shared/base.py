@@ -230,15 +230,16 @@ class Family(ABC):
             directory, weight_name="pytorch_lora_weights.safetensors", **self.lora_options()
         )
 
-    # -- full training ---------------------------------------------------------------------
+    # -- what is trained -------------------------------------------------------------------
 
     def without_gradient(self, model: Any, spec: DataKeys) -> str:
         """Return a regex of the parameter names that a job's loss does not depend on.
 
-        It need only be found in a name; "" if the loss depends on all parameters.
+        Full training freezes them, and a LoRA does not adapt their layers. It need only be found
+        in a name of the published model; "" if the loss depends on all parameters.
 
         Args:
-            model: The denoiser, without adapters.
+            model: The denoiser; what it says depends on none of its parameters.
             spec: The job.
         """
         return ""

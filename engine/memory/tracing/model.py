@@ -293,7 +293,8 @@ def build(shape: Shape) -> Built:
     if spec.attention_backend not in GPU_KERNELS:
         choose_attention(model, spec)
     if spec.model_type == "lora":
-        lora.add_lora(model, spec, family.lora_targets(spec))
+        unused = family.without_gradient(model, spec)
+        lora.add_lora(model, spec, family.lora_targets(spec), unused)
         fp32 = {name.replace(".base_layer.", ".") for name in fp32}
     if shape.training:
         add_training_adapter(model, spec, family, torch.device("meta"))

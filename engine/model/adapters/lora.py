@@ -24,7 +24,7 @@ from jobs.errors import UserError
 from jobs.spec.rules.strategy import checkpoints_activations
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from jobs.spec.job_spec import RecipeKeys
     from jobs.spec.keys.lora import LoraKeys
@@ -40,24 +40,32 @@ _ZERO: Final = re.compile(r"\.(lora_B|lokr_w2|lokr_w2_b)(\.|$)")
 _PATTERN: Final = re.compile(r"[*+?|(\[\\]")  # module names contain none of these characters
 
 
-def add_lora(model: torch.nn.Module, spec: RecipeKeys, targets: str) -> None:
+def add_lora(model: torch.nn.Module, spec: RecipeKeys, targets: str, without: str = "") -> None:
     """Add an adapter to a model, on the device of its base weights (which may be meta).
+
+    Layers that the loss does not depend on get none: it would train nothing, and take optimizer
+    state, weight decay and a place in the export. A loader takes a layer without an adapter as the
+    base's, which is what one of zeros is.
 
     Args:
         model: A diffusers model.
         spec: The job.
         targets: Regular expression of module names, unless the job sets its own.
+        without: `Family.without_gradient` of the model and the job.
 
     Raises:
         UserError: No module matches the targets.
     """
     model.requires_grad_(False)
+    lokr = spec.lora_variant == "lokr"
+    config = _lokr_config(spec, targets) if lokr else _config(spec, targets)
+    _exclude(config, unused_layers(model, without))
     try:
-        if spec.lora_variant == "lokr":
+        if isinstance(config, LoKrConfig):
             with torch.device(next(model.parameters()).device):
-                LokrModel(model, _lokr_config(spec, targets), ADAPTER)
+                LokrModel(model, config, ADAPTER)
         else:
-            _add(model, _config(spec, targets), spec)
+            _add(model, config, spec)
     except (ValueError, TypeError) as error:  # for LoKr, an unsupported type of layer
         raise UserError(f"lora_target_modules: {error}") from None
     _make_masters(model)
@@ -169,6 +177,44 @@ def _lokr_config(spec: LoraKeys, targets: str) -> LoKrConfig:
         exclude_modules=_modules(spec.lora_exclude_modules),
         init_weights=False,  # `initialise` does it, identically on every rank
     )
+
+
+def unused_layers(model: torch.nn.Module, without: str) -> dict[str, torch.nn.Module]:
+    """Return name → layer without an adapter that the loss does not depend on.
+
+    Args:
+        model: A model, adapted or not.
+        without: As of `add_lora`.
+    """
+    if not without:
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), torch.Tensor)
+        and not name.endswith(".base_layer")
+        and not isinstance(module, BaseTunerLayer)
+        and re.search(without, f"{name}.weight")
+    }
+
+
+def _exclude(config: LoraConfig | LoKrConfig, names: Collection[str]) -> None:
+    """Exclude layers from an adapter, beside those that its job excludes."""
+    targets, excluded = config.target_modules, config.exclude_modules
+    adapted = {name for name in names if _is_among(name, targets)}
+    if not adapted:  # peft warns of what it need not exclude
+        return
+    if isinstance(excluded, str):
+        config.exclude_modules = "|".join([f"(?:{excluded})", *map(re.escape, sorted(adapted))])
+    else:
+        config.exclude_modules = {*(excluded or ()), *adapted}
+
+
+def _is_among(name: str, targets: Any) -> bool:
+    """Return whether peft (0.21) takes a module for a target."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets or ())
 
 
 def _modules(names: list[str] | None) -> list[str] | str | None:

@@ -73,21 +73,28 @@ class Layer:
 
 
 @torch.no_grad()
-def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
+def begin_from(model: torch.nn.Module, file: Path, family: Family, without: str = "") -> list[str]:
     """Set a model's adapter to the content of a file; every rank reads it, and keeps its own rows.
 
     Args:
         model: With an adapter; sharded or not.
         file: A safetensors file.
         family: The model's family.
+        without: As of `lora.add_lora`.
+
+    Returns:
+        The file's names of layers that have no adapter, since the loss does not depend on them.
 
     Raises:
         UserError: The file is not a LoRA, or does not match these layers and ranks.
     """
     stored, header = read_lora(file)
+    unused = _unused_in(stored, model, family, without)
+    for key in unused:
+        del stored[key]
     if any(part in parts for parts in stored.values() for part in lokr_file.PARTS):
         _begin_from_lokr(model, file, family, stored, header)
-        return
+        return unused
     if _is_lokr(model):
         raise refusal(file, "it is a LoRA", "set lora_variant: lora")
     layers = _layers_of(model)
@@ -124,6 +131,22 @@ def begin_from(model: torch.nn.Module, file: Path, family: Family) -> None:
             part["up"] = part["up"] * (scale / layer.scale)
             for kind, parameter in layer.parts.items():
                 lora.fill(parameter, part[kind].reshape(parameter.shape).float())
+    return unused
+
+
+def _unused_in(
+    stored: Mapping[str, Any], model: torch.nn.Module, family: Family, without: str
+) -> list[str]:
+    """Return the file's modules that adapt nothing but layers that the loss does not depend on."""
+    layers, first = {}, 1
+    for name, module in lora.unused_layers(model, without).items():
+        weight = module.get_parameter("weight")
+        down, up = torch.empty(1, *weight.shape[1:]), torch.empty(weight.shape[0], 1)
+        parts = {"down": torch.nn.Parameter(down), "up": torch.nn.Parameter(up)}
+        layers[name] = Layer(parts, 1.0, first)
+        first += layers[name].outputs
+    named = naming(stored, layers, family) if layers else {}
+    return sorted(key for key in stored.keys() & named.keys() if named[key].all())
 
 
 def _begin_from_lokr(

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,6 +87,26 @@ def test_an_exported_lora_gives_the_picture_of_the_trained_model(toy: Path, tmp_
     assert made.warnings == ()
     names = {"pytorch_lora_weights.safetensors", "t-kohya.safetensors", "export.json"}
     assert {path.name for path in made.path.iterdir()} == names
+
+
+def test_an_older_checkpoints_adapters_of_layers_without_a_loss_are_left_out(
+    toy: Path, tmp_path: Path
+) -> None:
+    """As it was saved before such layers had no adapter; nothing warns of them."""
+    spec = toy_spec(toy, lora_rank=2, export_formats=["diffusers"])
+    made = []
+    for number, without in enumerate(("", r"\.ff\.")):
+        recipe = recipe_of(spec, toy / "model")
+        recipe.family.without_gradient = lambda model, spec, names=without: names  # type: ignore[method-assign]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", module="peft")
+            exported = export_alone(
+                trained_model(spec, toy / "model"), recipe, tmp_path / f"{number}/export"
+            )
+        made.append(load_file(exported.path / "pytorch_lora_weights.safetensors"))
+    every, fewer = made
+    assert {name for name in every if ".ff." not in name} == fewer.keys() < every.keys()
+    assert all(torch.equal(tensor, every[name]) for name, tensor in fewer.items())
 
 
 def test_kohyas_names_give_the_same_picture(toy: Path, tmp_path: Path) -> None:

@@ -179,7 +179,8 @@ def test_every_loader_adds_what_was_trained(case: Case, variant: str, tmp_path: 
     spec = case.spec(**VARIANTS[variant], export_formats=formats)
     component = case.family.component
     model = case.family.transformer_class().from_pretrained(case.paths.model, subfolder=component)
-    lora.add_lora(model, spec, case.family.lora_targets(spec))
+    unused = case.family.without_gradient(model, spec)
+    lora.add_lora(model, spec, case.family.lora_targets(spec), unused)
     draw = torch.Generator().manual_seed(1)
     for parameter in lora.lora_parameters(model).values():
         parameter.normal_(generator=draw)

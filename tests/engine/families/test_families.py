@@ -230,22 +230,37 @@ def test_all_that_is_trained_has_a_gradient(
     """And nothing else has: FSDP2 trains what one process leaves alone, unless it is frozen."""
     case = Case(name, toys_root(tmp_path_factory))
     for heard in {False, case.facts.sound}:
-        shape = shape_of(case.spec(model_type="full", train_audio=heard), sharded=False)
-        built = build(shape)
-        frozen = {n for n, p in built.model.named_parameters() if not p.requires_grad}
-        model = built.model.to_empty(device=DEVICE).requires_grad_(True).train()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        batch = mini_batch_of(built, shape, 2, values)
-        level = torch.full((2,), 0.5 if case.facts.objective == "flow" else 300)
-        found = case.family.predict(model, batch.latents, level, batch.condition, 2.0)
-        found.square().mean().backward()
-        without = {n for n, p in model.named_parameters() if p.grad is None}
+        full, lora_alone = (
+            after_backward(case, model_type=kind, train_audio=heard, lora_rank=2)
+            for kind in ("full", "lora")
+        )
+        frozen = {n for n, p in full.named_parameters() if not p.requires_grad}
+        without = {n for n, p in full.named_parameters() if p.grad is None}
         # Of what has no tokens, gradients are zero.
-        nothing = {
-            n for n, p in model.named_parameters() if p.grad is not None and not p.grad.any()
-        }
+        nothing = {n for n, p in full.named_parameters() if p.grad is not None and not p.grad.any()}
         assert without <= frozen <= without | nothing
+        adapter = lora.lora_parameters(lora_alone)
+        assert adapter
+        assert all(parameter.requires_grad for parameter in adapter.values())
+        assert not [name for name, parameter in adapter.items() if parameter.grad is None]
+
+
+def after_backward(case: Case, **changes: Any) -> torch.nn.Module:
+    """A job's model with random weights, after a backward to all that may have a gradient."""
+    shape = shape_of(case.spec(**changes), sharded=False)
+    built = build(shape)
+    trained = {n for n, p in built.model.named_parameters() if p.requires_grad}
+    model = built.model.to_empty(device=DEVICE).requires_grad_(True).train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    batch = mini_batch_of(built, shape, 2, values)
+    level = torch.full((2,), 0.5 if case.facts.objective == "flow" else 300)
+    found = case.family.predict(model, batch.latents, level, batch.condition, 2.0)
+    found.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if name not in trained:  # keeps its gradient, unless it is whole
+            parameter.requires_grad_(False)
+    return model
 
 
 def values(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -388,7 +403,8 @@ def test_a_lokr_is_exported_and_read_by_stock_code_and_by_another_job(
     spec = case.spec(lora_rank=1, lora_alpha=3, export_formats=None)
     spec = spec.model_copy(update={"lora_variant": "lokr"})
     model = getattr(case.stock(), case.family.component)
-    lora.add_lora(model, spec, case.family.lora_targets(spec))
+    unused = case.family.without_gradient(model, spec)
+    lora.add_lora(model, spec, case.family.lora_targets(spec), unused)
     parameters = lora.lora_parameters(model)
     with torch.no_grad():
         for parameter in parameters.values():

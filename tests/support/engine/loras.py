@@ -35,7 +35,8 @@ def exported(case: Case, place: Path, *, seed: int = 1, **values: Any) -> tuple[
     model = case.family.transformer_class().from_pretrained(
         case.paths.model, subfolder=case.family.component
     )
-    lora.add_lora(model, spec, case.family.lora_targets(spec))
+    unused = case.family.without_gradient(model, spec)
+    lora.add_lora(model, spec, case.family.lora_targets(spec), unused)
     draw = torch.Generator().manual_seed(seed)
     parts = lora.lora_parameters(model)
     with torch.no_grad():

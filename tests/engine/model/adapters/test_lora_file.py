@@ -90,10 +90,10 @@ class Pair(torch.nn.Module):
         self.transformer_blocks = torch.nn.ModuleList([block])
 
 
-def small(**values: Any) -> torch.nn.Module:
+def small(without: str = "", **values: Any) -> torch.nn.Module:
     model = Pair()
     spec = JobSpec(**{"lora_rank": 2, "mixed_precision": "no"} | values)
-    lora.add_lora(model, spec, r".*to_[qkv]")
+    lora.add_lora(model, spec, r".*to_[qkv]", without)
     return bare(model)
 
 
@@ -123,6 +123,26 @@ def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         "transformer." + name.replace(".default", ""): value.detach().clone()
         for name, value in lora.lora_parameters(model).items()
     }
+
+
+@pytest.mark.parametrize("variant", ["lora", "lokr"])
+@pytest.mark.parametrize("excluded", [None, ["to_q"], [r".*\.to_q$"]], ids=str)
+def test_what_no_loss_depends_on_gets_no_adapter_and_none_of_a_file(
+    tmp_path: Path, flux: Family, variant: str, excluded: list[str] | None
+) -> None:
+    """Other jobs' files, and those of before, have it; a fused part is not dropped."""
+    unused, values = r"\.to_k\.", {"lora_variant": variant, "lora_exclude_modules": excluded}
+    every, fewer = small(**values), small(unused, **values)
+    layers = {name.partition(".lo")[0].rpartition(".")[2] for name in named(fewer)}
+    assert layers == ({"to_v"} if excluded else {"to_q", "to_v"})
+    wanted = {n: p.detach().clone() for n, p in lora.lora_parameters(every).items()}
+    save_file(named(every), tmp_path / "a.safetensors")
+    left_out = begin_from(fewer, tmp_path / "a.safetensors", flux, unused)
+    assert left_out == ["transformer.transformer_blocks.0.attn.to_k"]
+    for name, parameter in lora.lora_parameters(fewer).items():
+        assert torch.allclose(parameter, wanted[name])
+    with pytest.raises(UserError, match="to_k"):
+        begin_from(fewer, tmp_path / "a.safetensors", flux)
 
 
 Q = "transformer.transformer_blocks.0.attn.to_q"

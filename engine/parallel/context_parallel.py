@@ -218,7 +218,7 @@ def check_model(class_name: str, heads: int, ulysses: int) -> None:
             f"diffusers has no context-parallel plan for {class_name} that can train",
             f"models with one: {', '.join(MODELS)}; or set context_parallel_size: 1",
         )
-    if heads % ulysses:
+    if heads % ulysses and not MODELS[class_name].shares_rows:
         raise UserError(
             f"context_parallel_size {ulysses} does not divide the {heads} attention heads of "
             f"{class_name}",

@@ -17,7 +17,7 @@ from jobs.models.find_model import (
 )
 from jobs.paths import exists
 from jobs.run.rundir import read_json
-from jobs.spec.families import FAMILIES, component_of, get_family
+from jobs.spec.families import FAMILIES, component_of, get_family, token_parts
 from jobs.spec.keys.prompts import requests_of
 from jobs.spec.rules.buckets import bucket_step, widest_bucket
 from jobs.spec.rules.token_routes import routes_of
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from jobs.spec.families import Family, Flavour
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec
-    from jobs.spec.keys.devices import DeviceKeys
     from jobs.spec.keys.job import JobKeys
 
 
@@ -356,9 +355,9 @@ def check_config(spec: JobSpec, config: Mapping[str, Any]) -> None:
         routes_of(spec.tread, sum(count for count in counts if isinstance(count, int)))
 
 
-def _check_heads(spec: DeviceKeys, config: Mapping[str, Any]) -> None:
+def _check_heads(spec: JobSpec, config: Mapping[str, Any]) -> None:
     """Check that Ulysses can divide the attention heads among ranks."""
-    if spec.context_parallel_size == 1 or spec.context_parallel_comm_strategy != "alltoall":
+    if token_parts(spec) == 1 or spec.context_parallel_comm_strategy != "alltoall":
         return
     heads = config.get("num_attention_heads")
     if isinstance(heads, int) and heads % spec.context_parallel_size:

@@ -250,7 +250,9 @@ JOBS: Final = (
         "fp16 on four, sharded encoders": Job(
             4,
             FSDP
-            | {"context_parallel_size": 2, "mixed_precision": "fp16", "shard_text_encoders": True},
+            | {"context_parallel_size": 2, "mixed_precision": "fp16", "shard_text_encoders": True}
+            | {"model_family": "ltx2", "train_audio": True}
+            | {"validation_prompts": [prompt_of("ltx2")]},
         ),
         "fsdp2 full on one": Job(1, FULL, resumes="fsdp2 full"),
         "full state dict on one": Job(

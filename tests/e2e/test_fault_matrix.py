@@ -14,9 +14,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -34,6 +33,7 @@ from tests.support.jobs.fakes.rank import publish_checkpoint, write_data
 from tests.support.jobs.fakes.supervise import start_supervisor
 from tests.support.jobs.lab import ENDLESS, opened
 from tests.support.paths import SUPPORT
+from tests.support.tui.terminal import Reader
 from tests.support.waiting import PATIENCE, eventually
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class Dashboard:
 
     process: ProcessId
     child: subprocess.Popen[bytes]
-    terminal: int
+    terminal: Reader
     shown: bytearray
 
     @classmethod
@@ -290,15 +290,10 @@ class Dashboard:
         os.close(other_end)
         process = ProcessId.of(child.pid)
         assert process is not None
-        made = cls(process, child, terminal, bytearray())
-        threading.Thread(target=made._read, daemon=True).start()
+        shown = bytearray()
+        made = cls(process, child, Reader(terminal, shown.extend), shown)
         eventually(lambda: b"suffers" in made.shown, told=lambda: bytes(made.shown[-2000:]))
         return made
-
-    def _read(self) -> None:
-        with suppress(OSError):  # the other end is closed
-            while data := os.read(self.terminal, 1 << 16):
-                self.shown += data
 
 
 def _own_terminal() -> None:
@@ -343,7 +338,7 @@ def test_one_is_killed(lab: Lab, matrix: list[Row], target: str, moment: str) ->
     lab.kill(victim)
     if target == "dashboard":
         dashboard.child.wait()
-        os.close(dashboard.terminal)
+        dashboard.terminal.close()
     if target == "runner":
         runner.ensure(lab.store, backend("local"))
         eventually(lambda: (lab.store.home / "runner.log").read_text().count("started") == 2)
@@ -398,7 +393,7 @@ def test_the_terminal_is_closed(lab: Lab, matrix: list[Row]) -> None:
     bed = prepare(lab, matrix, "SIGHUP terminal closed", "mid-run")
     dashboard = Dashboard.opened()
     bed.bring_to("mid-run")
-    os.close(dashboard.terminal)
+    dashboard.terminal.close()
     dashboard.child.wait(PATIENCE)
     bed.look_until_true()
     bed.go_on()

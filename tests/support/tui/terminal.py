@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -28,6 +29,45 @@ _ESCAPES = re.compile(
 # Every terminal answers this; the program would wait for it.
 _ATTRIBUTES_QUERY, _ATTRIBUTES = b"\x1b[c", b"\x1b[?64;1;2;6;9;15;18;21;22c"
 _TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Reader:
+    """A thread that reads a descriptor, and owns it.
+
+    If another thread closed it, this one would go on reading what gets the same number next: a
+    file of another test.
+    """
+
+    def __init__(self, descriptor: int, take: Callable[[bytes], object]) -> None:
+        """
+        Args:
+            descriptor: Is closed by `close`.
+            take: Called with each piece, and with nothing at the end.
+        """
+        self._descriptor, self._take = descriptor, take
+        self._over = os.eventfd(0)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        poll = select.poll()
+        for descriptor in (self._descriptor, self._over):
+            poll.register(descriptor, select.POLLIN)
+        while self._over not in {descriptor for descriptor, _ in poll.poll()}:
+            try:
+                data = os.read(self._descriptor, 1 << 16)
+            except OSError:  # the program ended
+                data = b""
+            self._take(data)
+            if not data:
+                return
+
+    def close(self) -> None:
+        """Stop reading and close the descriptor."""
+        os.eventfd_write(self._over, 1)
+        self._thread.join()
+        os.close(self._descriptor)
+        os.close(self._over)
 
 
 class Terminal:
@@ -61,24 +101,17 @@ class Terminal:
         self._came = threading.Condition()
         self._going = threading.Event()
         self._going.set()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = Reader(self._master, self._take)
 
-    def _read(self) -> None:
-        while True:
-            self._going.wait()
-            try:
-                data = os.read(self._master, 1 << 16)
-            except OSError:  # the program ended
-                data = b""
-            if _ATTRIBUTES_QUERY in data:
-                os.write(self._master, _ATTRIBUTES)
-            with self._came:
-                self.received += len(data)
-                self._kept += data
-                self._all += data
-                self._came.notify_all()
-            if not data:
-                return
+    def _take(self, data: bytes) -> None:
+        if _ATTRIBUTES_QUERY in data:
+            os.write(self._master, _ATTRIBUTES)
+        with self._came:
+            self.received += len(data)
+            self._kept += data
+            self._all += data
+            self._came.notify_all()
+        self._going.wait()
 
     @property
     def text(self) -> str:
@@ -146,8 +179,8 @@ class Terminal:
 
     def hang_up(self) -> None:
         """Close the terminal. The program is not of the session that would get a signal."""
-        self.press(" ")  # the reader may be waiting; it is not to hold the terminal open
-        os.close(self._master)
+        self._going.set()
+        self._reader.close()
 
     def processor_seconds(self) -> float:
         """User and system time of the program so far."""
@@ -163,7 +196,7 @@ class Terminal:
         self._going.set()
         self.process.terminate()
         self.process.wait(timeout=PATIENCE)
-        os.close(self._master)
+        self._reader.close()
 
 
 @contextmanager

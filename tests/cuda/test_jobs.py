@@ -154,7 +154,7 @@ JOBS: Final = (
             | SAMPLED,
         ),
         "fp16 full": Job(1, FULL | {"mixed_precision": "fp16"}),
-        "compiled": Job(1, COMPILED),
+        "compiled": Job(1, COMPILED | {"lora_target_modules": [r".*attn\.to_q"]}),
         "ddp": Job(2, {"strategy": "ddp", "checkpointing_steps": 1} | SAMPLED),
         "ddp full": Job(2, FULL | {"strategy": "ddp"}),
         "fsdp2": Job(2, FSDP | SAMPLED),

@@ -204,6 +204,7 @@ def _job(rank: int, root: Path, job: dict[str, Any]) -> bool:
     found = counting.found() | {"cpu_seconds": time.process_time() - begun}
     Path(root, f"cuda.{rank}.json").write_text(json.dumps(found))
     gc.collect()
+    gc.freeze()  # what is left of it is no garbage of the next
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -150,6 +151,8 @@ def train(rank: int, ranks: int, cases: dict[str, dict[str, Any]], folder: str) 
 
 
 def _count(name: str, values: dict[str, Any], rank: int, folder: str) -> dict[str, int]:
+    gc.collect()
+    gc.freeze()  # each job collects garbage several times; what is left of those before is none
     run_dir = RunDir(Path(folder, name))
     run_dir.create()
     spec = load_spec(None, values)

@@ -88,7 +88,7 @@ def graphs() -> int:
 @pytest.mark.parametrize(
     ("sizes", "values"),
     [
-        (SIDES, {}),
+        (SIDES, ONE_LAYER),
         (SIDES[:1], {"gradient_checkpointing": True} | ONE_LAYER),
         (SIDES[:1], SELECTIVE | ONE_LAYER),  # several sizes below, in the job that trains all
     ],
@@ -258,8 +258,8 @@ ALONE: Final[dict[str, dict[str, Any]]] = {
     "int8, swapped, without samples": {"base_precision": "int8", "swap_blocks": 2} | ONE_LAYER,
 }
 SHARDED: Final[dict[str, dict[str, Any]]] = {
-    # Hooks unshard outside of what is compiled, whatever the packing.
-    **{name: BASES[name] | ALL | {"strategy": "fsdp2"} for name in ("bf16", "fp8")},
+    # Hooks unshard outside of what is compiled, whatever the packing and the adapters.
+    **{name: BASES[name] | ALL | ONE_LAYER | {"strategy": "fsdp2"} for name in ("bf16", "fp8")},
     "full": ALL | SELECTIVE | {"strategy": "fsdp2", "model_type": "full"},
 }
 

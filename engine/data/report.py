@@ -18,6 +18,7 @@ from engine.data.read.class_images import has_class_images
 from engine.data.read.images import NOTES
 from engine.data.read.masks import names_mask
 from engine.data.read.videos import has_sound
+from jobs.errors import UserError
 from jobs.paths import expand
 from jobs.spec.families import get_family
 from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
@@ -301,6 +302,12 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
     counts = count_tokens(distinct, spec, model_root) if model_root is not None else None
     tokens = dict(zip(distinct, counts, strict=True)) if counts is not None else {}
     weights = weights_of(index.samples, spec)
+    sound = _count_sound(index) if spec.train_audio else []
+    if sound and sound[1] and not sound[0]:
+        raise UserError(
+            f"train_audio: none of the {sound[1]} videos has sound",
+            "set train_audio: false, or add videos with sound",
+        )
     return DataReport(
         samples=len(index.samples),
         images=len(_images(index.samples)),
@@ -314,7 +321,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         bucket_steps=sorted({bucket_step(side, spec) for side in all_resolutions(spec)}),
         texts=len(distinct),
         masked=sum(bool(image.mask) for image in _images(index.samples)),
-        sound=_count_sound(index) if spec.train_audio else [],
+        sound=sound,
         weights=[min(weights), max(weights)] if any(weight != 1 for weight in weights) else [],
         class_images=0 if has_class_images(spec) else spec.num_class_images,
         views=count_views(spec),

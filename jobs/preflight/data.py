@@ -120,19 +120,23 @@ def _check_source(spec: JobSpec, dataset: Dataset) -> int:
     samples, _ = split_samples(dataset, samples, noun)
     if takes_videos and files.videos:
         _check_videos(f"{root} holds videos")
-    captioned = files.metadata or any(
-        file.with_suffix(suffix).is_file()
-        for file in samples
-        for suffix in dataset_files.CAPTION_SUFFIXES
-    )
+    captioned = files.metadata or any(map(_has_caption, samples))
     if not captioned and spec.missing_captions == "skip":
         raise SpecError(
-            f"none of the {len(samples)} images in {root} has a caption",
+            f"none of the {_counted(samples)} in {root} has a caption",
             "add one for each, e.g. cat.txt for cat.png, or set missing_captions: empty",
         )
     if not any(path in files.videos for path in samples) and not files.metadata:
         _check_any_usable(root, samples, spec, Buckets(spec, dataset))
     return len(samples)
+
+
+def _counted(samples: Sequence[Path]) -> str:
+    videos = sum(path.suffix.lower() in dataset_files.VIDEO_SUFFIXES for path in samples)
+    kinds = [
+        name for name, count in (("images", len(samples) - videos), ("videos", videos)) if count
+    ]
+    return f"{len(samples)} {' and '.join(kinds)}"
 
 
 def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets: Buckets) -> None:
@@ -155,9 +159,7 @@ def _check_any_usable(root: Path, pictures: list[Path], spec: DataKeys, buckets:
 
 def _why_unusable(path: Path, spec: DataKeys, buckets: Buckets) -> str:
     """Return why an image cannot be used, judging by its header; "" if it can."""
-    if spec.missing_captions == "skip" and not any(
-        path.with_suffix(suffix).exists() for suffix in dataset_files.CAPTION_SUFFIXES
-    ):
+    if spec.missing_captions == "skip" and not _has_caption(path):
         return "no caption" if path.name.isascii() else ""
     from PIL import Image, UnidentifiedImageError  # takes 25 ms, which most commands avoid
 
@@ -217,7 +219,8 @@ def check_places(dataset: Dataset, layout: Layout, noun: str, *, metadata: bool)
     """
     for path in dataset.conditioning_path or ():
         if not exists(expand(path)) or not expand(path).is_dir():
-            raise SpecError(f"conditioning_path: no such folder: {path}")
+            name = dataset.name_of("conditioning_path")
+            raise SpecError(f"{name}: no such folder: {path}")
     if not dataset.references:
         return
     if layout == "webdataset":
@@ -228,13 +231,14 @@ def check_places(dataset: Dataset, layout: Layout, noun: str, *, metadata: bool)
     if layout != "folder" and not dataset.conditioning_column:
         raise SpecError(
             f"{dataset.path} is a table, so its {noun}s are in columns",
-            "set conditioning_column",
+            f"set {'layer' if noun == 'layer' else 'conditioning'}_column",
         )
     if layout == "folder" and dataset.conditioning_column and not metadata:
+        kind = "layer" if noun == "layer" else "conditioning"
         raise SpecError(
-            f"conditioning_column: {dataset.path} has no metadata.jsonl, metadata.csv or "
-            "metadata.parquet",
-            "set conditioning_path or conditioning_suffix",
+            f"{dataset.name_of('conditioning_column')}: {dataset.path} has no metadata.jsonl, "
+            "metadata.csv or metadata.parquet",
+            f"set {kind}_path or {kind}_suffix",
         )
 
 
@@ -260,7 +264,7 @@ def split_samples(
     }
     if samples and len(alone) == len(samples):
         raise SpecError(
-            f"none of the {len(samples)} images in {dataset.path} has "
+            f"none of the {_counted(samples)} in {dataset.path} has "
             + ("all of its layers" if noun == "layer" else f"a {noun.replace(' or ', ' and a ')}"),
             f"for {samples[0].name}, it would be {alone[samples[0]]}"
             + (_OTHER_ROLES if noun == NOUNS["control"] else ""),
@@ -373,7 +377,9 @@ def _is_image(path: Path) -> bool:
 
 
 def _has_caption(path: Path) -> bool:
-    return any(path.with_suffix(suffix).is_file() for suffix in dataset_files.CAPTION_SUFFIXES)
+    """Return whether a sample has a caption file that is not empty."""
+    files = (path.with_suffix(suffix) for suffix in dataset_files.CAPTION_SUFFIXES)
+    return any(file.is_file() and file.stat().st_size for file in files)
 
 
 # -- data look ------------------------------------------------------------------------------

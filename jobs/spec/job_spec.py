@@ -27,7 +27,7 @@ from jobs.spec.keys.training import TrainingKeys
 from jobs.spec.keys.validation import ValidationKeys
 from jobs.spec.noise_levels import SHIFTED
 from jobs.spec.values.field import KeyFacts, facts_of
-from jobs.spec.values.spellings import as_bool, as_none
+from jobs.spec.values.spellings import as_bool, as_none, unquoted
 
 _WHOLE: Final = 100  # minimum number of keys in a complete job
 _UNSET: Final = "deepspeed_config"  # a key without a value that only complete jobs contain
@@ -251,7 +251,7 @@ def _is_number(name: str) -> bool:
 
 def _unworded(value: Any) -> Any:
     """Return False, which pydantic reads as 0, for the words for no; what it refuses for True."""
-    if isinstance(value, str) and as_bool(value) is False:
+    if isinstance(value, str) and as_bool(value) is False and not unquoted(value).isdecimal():
         return False
     return "true" if value is True else value
 

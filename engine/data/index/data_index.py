@@ -33,6 +33,7 @@ from jobs.spec.families import (
 )
 from jobs.spec.keys.prompts import validation_seed_of
 from jobs.spec.rules.buckets import Buckets
+from jobs.spec.values.dataset_files import VIDEO_SUFFIXES
 from jobs.spec.values.datasets import datasets_of, fallback_caption, find_layout
 from jobs.untrusted.files import LARGEST_PICTURE, read_regular
 
@@ -310,8 +311,9 @@ def build_index(spec: JobSpec, progress: Progress = lambda done, total: None) ->
         others.append(dict(source.others))
         if len(samples) == usable:
             first = next((skip for skip in skipped if skip.dataset == number), None)
+            video = first is not None and Path(first.name).suffix.lower() in VIDEO_SUFFIXES
             raise UserError(
-                f"no usable image in {dataset.path}",
+                f"no usable {'video' if video else 'image'} in {dataset.path}",
                 f"{first.name}: {first.why}" if first else "it is empty",
             )
     return DataIndex(samples, skipped, others)

@@ -38,8 +38,7 @@ def read(path: Path) -> Draft:
         raise UserError(f"{path} is not a config of {TITLE}: it has no model")
     if "model_source" in values["model"]:
         raise UserError(
-            f"{path} is a config of LTX-Video-Trainer, which trains LTX-Video; those of {TITLE}, for "
-            "LTX-2, can be imported",
+            f"{path} is a config of LTX-Video-Trainer, which trains LTX-Video, not LTX-2",
             "write a job with model_family: ltxvideo",
         )
     theirs = flatten({str(key): value for key, value in values.items()}, keep=_LISTS)

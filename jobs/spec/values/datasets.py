@@ -159,6 +159,10 @@ class Dataset(BaseModel):
         """Return whether what lies beside its samples was named as their layers."""
         return any(name.startswith("layer_") for name in self._spellings.values())
 
+    def name_of(self, key: str) -> str:
+        """Return the name by which a key was read."""
+        return self._spellings.get(key, key)
+
     @property
     def references(self) -> int:
         """Return the number of conditioning images of each sample."""

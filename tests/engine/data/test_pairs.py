@@ -299,6 +299,9 @@ def test_a_missing_layer_is_named(tmp_path: Path, job: Callable[..., JobSpec]) -
     ) as said:
         check_dataset(spec)
     assert said.value.hint == f"for a.png, it would be {folder / 'a_3.png'}"
+    spec = job("qwen_image", "layered", layer_path=[str(tmp_path / "gone")])
+    with pytest.raises(SpecError, match=r"^layer_path: no such folder: .*gone"):
+        check_dataset(spec)
 
 
 def test_masks_beside_pairs_are_neither(tmp_path: Path, job: Callable[..., JobSpec]) -> None:

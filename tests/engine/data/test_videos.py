@@ -402,6 +402,14 @@ def test_videos_with_sound_are_counted_where_it_is_trained(tmp_path: Path, wante
     assert report.sound == ([2, 3] if wanted else [])
     assert ("2 of 3 videos with sound" in summary(report)) is wanted
     assert dict(facts(report.to_dict())).get("sound") == ("2 of 3 videos" if wanted else None)
+    for name in ("a", "c"):
+        (data / f"{name}.mp4").unlink()
+    if wanted:
+        with pytest.raises(UserError, match="train_audio: none of the 1 videos has sound"):
+            make_report(spec, build_index(spec), None)
+    fast = spec.model_copy(update={"fps": 1.0})
+    with pytest.raises(UserError, match=r"no usable video in .* b.mp4: too short"):
+        build_index(fast.model_copy(update={"num_frames": 9}))
 
 
 def test_senseless_requests_are_errors_of_the_caller(tmp_path: Path) -> None:

@@ -848,7 +848,7 @@ def test_ltx_trainer_samples_before_the_first_step_unless_it_says_no(tmp_path: P
 
 def test_the_trainer_of_ltx_video_is_another(tmp_path: Path) -> None:
     """Its keys are alike, and the job would be of LTX-2."""
-    with pytest.raises(UserError, match="of LTX-Video-Trainer, which trains LTX-Video; .*ltxvideo"):
+    with pytest.raises(UserError, match=r"LTX-Video-Trainer, which trains LTX-Video, .*ltxvideo"):
         ltx(tmp_path, {"model": {"model_source": "LTXV_13B_097_DEV"}})
 
 

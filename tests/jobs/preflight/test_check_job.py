@@ -250,6 +250,20 @@ def test_pictures_without_captions(
     assert text.startswith(f"none of the 2 images in {folder} has a caption")
 
 
+def test_empty_captions_are_none(
+    job_values: dict[str, Any], make_data: Callable[..., Path]
+) -> None:
+    """Also those of videos, which are called so."""
+    folder = make_data("empty", pictures=2)
+    (folder / "0.txt").write_text("")
+    assert check_job.check_dataset(read(job_values, dataset=str(folder))) == 2
+    (folder / "1.txt").write_text("")
+    (folder / "1.png").rename(folder / "1.mp4")
+    spec = read(job_values, dataset=str(folder), model_family="ltx2", model_flavour="2-19b")
+    with pytest.raises(SpecError, match=r"none of the 2 images and videos in .* has a caption"):
+        check_job.check_dataset(spec)
+
+
 def test_pictures_are_counted_in_all_folders(
     job_values: dict[str, Any], make_data: Callable[..., Path]
 ) -> None:

@@ -243,6 +243,8 @@ def test_a_word_for_yes_is_no_number(tmp_path: Path) -> None:
         assert re.search(f"{key}: expected a .*number \\(got 'true'\\)", said)
     said = complaint(write(tmp_path, f"{PATHS}trigger_word: no\n"))
     assert "trigger_word: expected text (got false; in YAML, put words such as" in said
+    said = complaint(write(tmp_path, f"{PATHS}fps: '0'\n"))  # as a flag's value is given
+    assert "fps: input should be greater than 0 (got '0')" in said
 
 
 @pytest.mark.parametrize(

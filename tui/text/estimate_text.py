@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -331,6 +332,9 @@ def paragraph(text: str, width: int) -> str:
     return textwrap.fill(text, width, initial_indent="- ", subsequent_indent="  ")
 
 
+_BULLET: Final = re.compile(r" *(\d+\. )?")
+
+
 def wrapped(text: str, width: int) -> str:
     """Wrap long lines, except for those of tables, whose columns are two spaces apart."""
     return "\n".join(
@@ -339,7 +343,7 @@ def wrapped(text: str, width: int) -> str:
         else textwrap.fill(
             line,
             width,
-            subsequent_indent=" " * (len(line) - len(line.lstrip("0123456789. ")) or 2),
+            subsequent_indent=" " * (len(_BULLET.match(line)[0]) or 2),  # type: ignore[index]
             break_long_words=False,
             break_on_hyphens=False,
         )

@@ -14,7 +14,7 @@ from jobs.memory.fit import CARDS, Fit, Room, Verdict, fit_of, worst
 from jobs.memory.predicted import Predicted
 from jobs.spec.job_spec import JobSpec
 from tests.support.jobs.fake_memory import GIB, predict
-from tui.text.estimate_text import pair_text
+from tui.text.estimate_text import pair_text, wrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,3 +171,12 @@ def test_a_pair_takes_twice_the_disk_and_says_the_hours_of_each(
     assert f"disk for {saves} and exports of both: 8.0 GiB" in text
     assert pair_of(spec.model_copy(update={"both_experts": False}), own, ranked) is None
     assert pair_text(None) == ""
+
+
+def test_sentences_are_wrapped_and_tables_are_not() -> None:
+    table = f"strategy  ranks  {'x' * 60}"
+    step = f"  1. 8-bit base: {'word ' * 20}".rstrip()
+    lines = wrapped(f"{table}\n{step}\nshort", 60).split("\n")
+    assert (lines[0], lines[-1]) == (table, "short")
+    assert all(line.startswith("     w") and len(line) <= 60 for line in lines[2:-1])
+    assert " ".join(" ".join(lines[1:-1]).split()) == step.strip()

@@ -47,7 +47,8 @@ def _compare(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | Non
     lowest, highest = sums.clone(), sums.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    wrong = (lowest != highest).nonzero().flatten().tolist()
+    differs = (lowest != highest).tolist()  # the host waits once, not for their number as well
+    wrong = [number for number, differing in enumerate(differs) if differing]
     if wrong:
         names = list(tensors)
         raise RuntimeError(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.model.files.weights import local_part
 from engine.train.gradients import owners_of, sent_to
-from engine.train.skipping import LeftOut, add_unless, scale_unless, spoilt_of
+from engine.train.skipping import SkippedSteps, add_unless, scale_unless, spoilt_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ def sharded_factored(base: Any) -> Any:
         def __init__(self, parameters: Any, device: torch.device, **settings: Any) -> None:
             super().__init__(parameters, **settings)
             self._device = device
-            self._left_out = LeftOut()
+            self._skipped = SkippedSteps()
             self.register_state_dict_pre_hook(_settle)
             self.register_load_state_dict_post_hook(_forget)
 
@@ -65,22 +65,22 @@ def sharded_factored(base: Any) -> Any:
                     self.begin(parameter)
                     self.state[parameter]["step"] += 1
                 states = [self.state[p] for p in parameters]
-                left_out = [self._left_out.of(p) for p in parameters]
-                _step(parameters, states, left_out, group, self._device, spoilt)
-                self._left_out.add(parameters, spoilt)
+                skipped = [self._skipped.of(p) for p in parameters]
+                _step(parameters, states, skipped, group, self._device, spoilt)
+                self._skipped.add(parameters, spoilt)
             return loss
 
     return Factored
 
 
 def _settle(optimizer: Any) -> None:
-    """Count no steps that the device has left out; the host waits for the device."""
-    for parameter, number in optimizer._left_out.take().items():
+    """Count no steps that the device has skipped; the host waits for the device."""
+    for parameter, number in optimizer._skipped.take().items():
         optimizer.state[parameter]["step"] -= number
 
 
 def _forget(optimizer: Any) -> None:
-    optimizer._left_out = LeftOut()
+    optimizer._skipped = SkippedSteps()
 
 
 def _is_came(group: dict[str, Any]) -> bool:
@@ -97,7 +97,7 @@ def _columns(parameter: torch.nn.Parameter) -> torch.Tensor:
 def _step(
     parameters: Sequence[torch.nn.Parameter],
     states: Sequence[dict[str, Any]],
-    left_out: Sequence[torch.Tensor | None],
+    skipped: Sequence[torch.Tensor | None],
     group: dict[str, Any],
     device: torch.device,
     spoilt: torch.Tensor | None,
@@ -110,10 +110,10 @@ def _step(
     updates = [local_part(p.grad) for p in parameters if p.grad is not None]
     alike: dict[tuple[int, int], list[int]] = {}
     for n, state in enumerate(states):
-        alike.setdefault((state["step"], id(left_out[n])), []).append(n)
+        alike.setdefault((state["step"], id(skipped[n])), []).append(n)
     # One, unless some parameters had no gradient before.
     for (count, _), chosen in sorted(alike.items(), key=lambda item: item[1]):
-        fewer = left_out[chosen[0]]
+        fewer = skipped[chosen[0]]
         share = group["betas"][1] if came else _share(count, fewer, group["decay_rate"])
         squares = _Means([parameters[n] for n in chosen], [states[n] for n in chosen], "exp_avg_sq")
         squares.measure(updates[n].square().add_(group["eps"][0]) for n in chosen)
@@ -142,14 +142,14 @@ def _step(
     add_unless(values, updates, -1.0, spoilt)
 
 
-def _share(count: int, left_out: torch.Tensor | None, exponent: float) -> float | torch.Tensor:
-    """Return the share of its means that Adafactor keeps in step `count`, less those left out.
+def _share(count: int, skipped: torch.Tensor | None, exponent: float) -> float | torch.Tensor:
+    """Return the share of its means that Adafactor keeps in step `count`, less the skipped ones.
 
     Where the device knows how many these are, in fp64 there.
     """
-    if left_out is None:
+    if skipped is None:
         return 1 - float(count**exponent)
-    return 1 - (count - left_out.double()) ** exponent
+    return 1 - (count - skipped.double()) ** exponent
 
 
 class _Means:

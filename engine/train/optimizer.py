@@ -26,7 +26,7 @@ from engine.train.factored import sharded_factored
 from engine.train.gradients import buckets, owners_of, parts_of, sent_to
 from engine.train.muon import Muon
 from engine.train.skipping import (
-    LeftOut,
+    SkippedSteps,
     add_unless,
     descend_unless,
     follow_unless,
@@ -71,7 +71,7 @@ def sharded_prodigy(base: Any) -> Any:
             )
             self._device = device
             self._estimate: torch.Tensor | None = None  # d and its numerator, fp64
-            self._left_out = LeftOut()  # of parameters' steps, and of `k`
+            self._skipped = SkippedSteps()  # of parameters' steps, and of `k`
             self.register_state_dict_pre_hook(_settle)
             self.register_load_state_dict_post_hook(_forget)
 
@@ -87,10 +87,10 @@ def sharded_prodigy(base: Any) -> Any:
             if self._estimate is None:
                 numbers = [group["d"], group["d_numerator"]]
                 self._estimate = sent_to(torch.tensor(numbers, dtype=torch.float64), self._device)
-            spoilt, rate = spoilt_of(self), _rate(group, self._left_out.of("k"))
+            spoilt, rate = spoilt_of(self), _rate(group, self._skipped.of("k"))
             self._estimate = _step(self.state, parameters, group, rate, self._estimate, spoilt)
             group["k"] += 1
-            self._left_out.add([*parameters, "k"], spoilt)
+            self._skipped.add([*parameters, "k"], spoilt)
             return loss
 
     return Prodigy
@@ -99,28 +99,28 @@ def sharded_prodigy(base: Any) -> Any:
 def _settle(optimizer: Any) -> None:
     """Write the estimate where the authors' keeps it, as numbers; the host waits for the device.
 
-    And count no steps that it has left out.
+    And count no steps that it has skipped.
     """
     (group,) = optimizer.param_groups
     if optimizer._estimate is not None:
         d, numerator = optimizer._estimate.tolist()
         group.update(d=d, d_max=d, d_numerator=numerator)
-    for counted, number in optimizer._left_out.take().items():
+    for counted, number in optimizer._skipped.take().items():
         counts, name = (group, "k") if counted == "k" else (optimizer.state[counted], "step")
         counts[name] -= number
 
 
 def _forget(optimizer: Any) -> None:
-    optimizer._estimate, optimizer._left_out = None, LeftOut()
+    optimizer._estimate, optimizer._skipped = None, SkippedSteps()
 
 
-def _rate(group: dict[str, Any], left_out: torch.Tensor | None) -> Any:
+def _rate(group: dict[str, Any], skipped: torch.Tensor | None) -> Any:
     """Return the rate with Adam's corrections of the bias, a number or a scalar on the device."""
     beta1, beta2 = group["betas"]
-    if left_out is None:
+    if skipped is None:
         count = group["k"] + 1
         return group["lr"] * math.sqrt(1 - beta2**count) / (1 - beta1**count)
-    counts = group["k"] + 1 - left_out.double()
+    counts = group["k"] + 1 - skipped.double()
     return group["lr"] * (1 - beta2**counts).sqrt() / (1 - beta1**counts)
 
 

@@ -82,7 +82,7 @@ class StepResult:
         return self.origin is not None
 
 
-class _Moment:
+class Moment:
     """A point in the device's queue: reached when it has done all work queued so far."""
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +100,7 @@ class _Moment:
         if self._event is not None and not self._event.query():
             self._event.synchronize()
 
-    def seconds_since(self, earlier: _Moment) -> float:
+    def seconds_since(self, earlier: Moment) -> float:
         if self._event is None or earlier._event is None:
             return self._host - earlier._host
         return earlier._event.elapsed_time(self._event) / 1000
@@ -121,8 +121,8 @@ class _Given(NamedTuple):
 
     step: int
     numbers: torch.Tensor
-    begun: _Moment
-    done: _Moment
+    begun: Moment
+    done: Moment
     rate: float
     data_seconds: float
 
@@ -190,7 +190,7 @@ class Stepper:
         self._tell = tell
         begun, step = time.perf_counter(), self._training.step
         # Its time begins where that of the step before ended, if that one is still computed.
-        start = self._given.done if self._given else _Moment(self._world.device)
+        start = self._given.done if self._given else Moment(self._world.device)
         # Dropout inside the model draws from the global generator; key it like all other draws.
         torch.manual_seed(
             keyed_generator(self._spec.seed, step, -1 - self._world.data_rank).initial_seed()
@@ -210,7 +210,7 @@ class Stepper:
             tell(StepResult(step + 1, loss, norm, origin, scale, rate, seconds, waited, base))
             return
         numbers = numbers.to("cpu", non_blocking=True)  # pinned memory: does not block
-        done = _Moment(self._world.device)
+        done = Moment(self._world.device)
         self._hear(wait=True)  # of the previous step: the device has at most two queued
         self._given = _Given(step, numbers, start, done, rate, waited)
 

@@ -1,7 +1,7 @@
-"""Optimizer steps that the device leaves out by itself, where it has found them not finite.
+"""Optimizer steps that the device skips by itself, where it has found them not finite.
 
 Nothing is asked of the host: each tensor that a step changes is changed by a kernel that ends
-before it writes anything where a scalar on the device is 1. So a step that is left out leaves
+before it writes anything where a scalar on the device is 1. So a step that is skipped leaves
 parameters and state as they were, bit for bit.
 """
 
@@ -43,10 +43,10 @@ def spoilt_of(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
     return getattr(optimizer, "found_inf", None)
 
 
-class LeftOut:
-    """How many of the steps that the host has counted were left out, known to the device alone.
+class SkippedSteps:
+    """How many of the steps that the host has counted were skipped, known to the device alone.
 
-    Of each thing that counts steps, such as a parameter; one scalar for all that have left out the
+    Of each thing that counts steps, such as a parameter; one scalar for all that have skipped the
     same.
     """
 
@@ -58,19 +58,19 @@ class LeftOut:
         return self._numbers.get(counted)
 
     def add(self, counted: Sequence[Hashable], spoilt: torch.Tensor | None) -> None:
-        """Note a step that these have counted, and that was left out where `spoilt` is 1."""
+        """Note a step that these have counted, and that was skipped where `spoilt` is 1."""
         if spoilt is None:
             return
         before = [self._numbers.get(each) for each in counted]
-        known = {id(number): number for number in before}
-        after = {place: spoilt if n is None else n + spoilt for place, n in known.items()}
+        distinct = {id(number): number for number in before}
+        after = {place: spoilt if n is None else n + spoilt for place, n in distinct.items()}
         self._numbers.update(zip(counted, (after[id(n)] for n in before), strict=True))
 
     def take(self) -> dict[Hashable, int]:
         """Return all numbers, for which the host waits, and start again at 0."""
         numbers, self._numbers = self._numbers, {}
-        known = {id(number): number for number in numbers.values()}
-        read = {place: int(number) for place, number in known.items()}
+        distinct = {id(number): number for number in numbers.values()}
+        read = {place: int(number) for place, number in distinct.items()}
         return {each: read[id(number)] for each, number in numbers.items()}
 
 

@@ -25,6 +25,8 @@ from engine.families.shared.references import first_frame_of, loss_inputs, noise
 from engine.model.compiled import uncompiled
 from engine.model.precision import computing
 from engine.parallel.sharding import reshard
+from engine.train.gradients import sent_to
+from engine.train.optimizer_step import Moment
 from jobs.spec.families import takes_keyframes
 from jobs.spec.keys.prompts import validation_seed_of
 
@@ -98,6 +100,9 @@ class ValidationLoss:
         # is exact, and forwards that only keep ranks in step have no weight.
         shape = (len(self.data.held), self.run.spec.validation_timesteps)
         errors = torch.zeros(shape, dtype=torch.float64)
+        # Read when all is done: the host prepares each forward while the last one is computed.
+        computed: list[tuple[Batch, torch.Tensor]] = []
+        before: Moment | None = None
         was_training = model.training
         model.eval()
         read: tuple[int, ...] = ()
@@ -114,12 +119,20 @@ class ValidationLoss:
                     mask = self._mask(batch.samples, latents)
                 batch_errors = self._errors(model, batch, latents, condition, mask)
                 if place < len(batches) and self.run.world.rank % self.run.world.context_size == 0:
-                    errors[list(batch.samples), batch.level] = batch_errors
+                    computed.append((batch, batch_errors))
+                if before is not None:
+                    before.wait()  # at most two are queued, with their inputs in pinned memory
+                before = Moment(self.run.world.device)
                 progress(done + 1)
             model.train(was_training)
             reshard(model)
             if stopped:
                 return None
+            if computed:
+                numbers = torch.cat([own for _, own in computed]).cpu().double()
+                sizes = [len(batch.samples) for batch, _ in computed]
+                for (batch, _), own in zip(computed, numbers.split(sizes), strict=True):
+                    errors[list(batch.samples), batch.level] = own
             if self.run.world.size > 1:
                 dist.all_reduce(errors)
         finite = errors.isfinite().all(dim=1).tolist()
@@ -131,7 +144,7 @@ class ValidationLoss:
         device = self.run.world.device
         frames = held_frames(self.data.held[samples[0]], self.run.spec)  # as of the whole batch
         texts = [self.data.held_text(number, frames) for number in samples]
-        latents = torch.stack([self.data.held_latents(number) for number in samples]).to(device)
+        latents = sent_to(torch.stack([self.data.held_latents(n) for n in samples]), device)
         batch = self.run.family.arrange(collate(texts, multiple=self.run.world.context_size))
         batch |= self.run.family.sizes(self.run.spec, [self.data.held_shown(n) for n in samples])
         batch |= collate(
@@ -147,7 +160,7 @@ class ValidationLoss:
         batch |= collate([self._sound(number) for number in samples])
         if frames and not takes_keyframes(self.run.spec):
             batch |= first_frame_of(latents)
-        return latents, {name: tensor.to(device) for name, tensor in batch.items()}
+        return latents, {name: sent_to(tensor, device) for name, tensor in batch.items()}
 
     def _mask(self, samples: tuple[int, ...], latents: torch.Tensor) -> torch.Tensor | None:
         """Return the factors of the samples' masks, `(B, 1, h, w)`; None if there are none."""
@@ -155,7 +168,7 @@ class ValidationLoss:
             self.data.held_mask(number, own) for number, own in zip(samples, latents, strict=True)
         ]
         given = [mask for mask in masks if mask is not None]
-        return torch.stack(given).to(latents.device) if given else None
+        return sent_to(torch.stack(given), latents.device) if given else None
 
     def _errors(
         self,
@@ -165,13 +178,12 @@ class ValidationLoss:
         condition: dict[str, torch.Tensor],
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the mean squared error of each sample, `(B,)`, float64, on the CPU."""
-        noise = torch.stack(
-            [
-                torch.randn(latents.shape[1:], generator=self._generator(number, batch.level))
-                for number in batch.samples
-            ]
-        ).to(latents.device)
+        """Return the mean squared error of each sample, `(B,)`, on the device."""
+        drawn = [
+            torch.randn(latents.shape[1:], generator=self._generator(number, batch.level))
+            for number in batch.samples
+        ]
+        noise = sent_to(torch.stack(drawn), latents.device)
         quantile = quantile_of(batch.level, self.run.spec)
         problem = problem_at(self.objective, latents, noise, quantile)
         with computing(self.run.spec, self.run.world), uncompiled(self.run.spec):
@@ -182,7 +194,7 @@ class ValidationLoss:
         squares = (prediction.float() - problem.target).square()
         if mask is not None:
             squares = squares * mask
-        return squares.flatten(start_dim=1).mean(dim=1).cpu().double()
+        return squares.flatten(start_dim=1).mean(dim=1)
 
     def _generator(self, number: int, *level: int) -> torch.Generator:
         content = _content_of(self.data.held[number])

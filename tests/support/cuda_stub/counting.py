@@ -49,7 +49,7 @@ class Counting:
         full_in: Phase from which on the device gives no memory beyond what it has given;
             "start" for all of the job.
 
-    The engine is not asked to report this, so two of its methods are wrapped for the time being.
+    The engine is not asked to report this, so three of its methods are wrapped for the time being.
     """
 
     def __init__(self, full_in: str | None = None) -> None:
@@ -68,6 +68,7 @@ class Counting:
     def __enter__(self) -> Counting:
         from engine.ranks.telemetry import Peaks
         from engine.train.optimizer_step import Stepper
+        from engine.train.validation_loss import ValidationLoss
 
         os.environ.pop("CUDA_STUB_BYTES", None)
         if self._full_in == "start":
@@ -79,7 +80,7 @@ class Counting:
         self._held_before = (
             _held()
         )  # by what libraries keep of jobs before, such as tables of angles
-        run, phase = Stepper.run, Peaks.phase
+        run, phase, measure = Stepper.run, Peaks.phase, ValidationLoss.measure
         counting = self
 
         def counted_run(*words: Any) -> Any:
@@ -90,10 +91,16 @@ class Counting:
             with phase(peaks, name, **how), counting._counted(name), counting._computed(name):
                 yield
 
+        def counted_measure(*words: Any) -> Any:
+            with counting._counted("validate"):
+                return measure(*words)
+
         Stepper.run, Peaks.phase = counted_run, counted_phase  # type: ignore[method-assign]
+        ValidationLoss.measure = counted_measure  # type: ignore[method-assign]
 
         def undo() -> None:
             Stepper.run, Peaks.phase = run, phase  # type: ignore[method-assign]
+            ValidationLoss.measure = measure  # type: ignore[method-assign]
 
         self._undo.append(undo)
         return self

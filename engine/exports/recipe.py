@@ -128,6 +128,8 @@ _ARCHITECTURES: Final[dict[str, dict[str, str]]] = {
         "2.1-vace-14b": "wan2.1-vace-14b",
         "2.2-ti2v-5b": "wan2.2-ti2v-5b",
         # Both experts belong to one model; `timestep_range` tells them apart.
+        "2.2-vace-fun-a14b-high": "wan2.2-vace-fun-a14b",
+        "2.2-vace-fun-a14b-low": "wan2.2-vace-fun-a14b",
         "2.2-t2v-a14b-high": "wan2.2-t2v-a14b",
         "2.2-t2v-a14b-low": "wan2.2-t2v-a14b",
         "2.2-i2v-a14b-high": "wan2.2-i2v-a14b",

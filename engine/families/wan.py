@@ -166,7 +166,8 @@ class Wan(Family):
         """
         arguments = super().sample_arguments(request, condition, negative)
         high, low = T2V_GUIDANCE
-        if self._boundary is not None and not self._only_first and request.guidance == high:
+        of_text = self.pipeline_class() is WanPipeline
+        if self._boundary is not None and of_text and request.guidance == high:
             arguments["guidance_scale_2"] = low
         return {name: value for name, value in arguments.items() if not name.endswith(_IMAGE)}
 

@@ -76,6 +76,7 @@ PARAMETERS: Final[dict[str, int]] = {
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": 8_326_608_160,
     "krea/Krea-2-Raw": 12_820_073_036,
     "krea/Krea-2-Turbo": 12_820_073_036,
+    "linoyts/Wan2.2-VACE-Fun-14B-diffusers": 17_337_592_896,
     "lodestones/Chroma1-Base": 8_899_983_424,
     "lodestones/Chroma1-Flash": 8_899_983_424,
     "lodestones/Chroma1-HD": 8_899_983_424,

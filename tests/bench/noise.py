@@ -63,6 +63,8 @@ SCHEDULERS: Final[dict[str, dict[str, Any]]] = {
 BOUNDARIES: Final = {
     "wan:2.2-t2v-a14b-high": 0.875,
     "wan:2.2-t2v-a14b-low": 0.875,
+    "wan:2.2-vace-fun-a14b-high": 0.875,
+    "wan:2.2-vace-fun-a14b-low": 0.875,
     "wan:2.2-i2v-a14b-high": 0.9,
     "wan:2.2-i2v-a14b-low": 0.9,
     "wan:2.2-flf2v-a14b-high": 0.9,

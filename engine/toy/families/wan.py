@@ -81,10 +81,15 @@ def write(model_dir: Path, *, flavour: str, seed: int, dtype: str, hidden_scale:
         "scheduler": scheduler,
     }
     if "-vace" in flavour:
-        transformer = _build_transformer(
-            seed, heads, channels, WanVACETransformer3DModel, vace_layers=list(range(LAYERS))
-        )
-        parts.save(WanVACEPipeline(**common, transformer=transformer), model_dir, dtype)
+        both = [
+            _build_transformer(
+                number, heads, channels, WanVACETransformer3DModel, vace_layers=list(range(LAYERS))
+            )
+            for number in range(seed, seed + 1 + experts)
+        ]
+        names = dict(zip(("transformer", "transformer_2"), both, strict=False))
+        ratio = 0.875 if experts else None
+        parts.save(WanVACEPipeline(**common, **names, boundary_ratio=ratio), model_dir, dtype)
         return
     kind = WanImageToVideoPipeline if from_image else WanPipeline
     pipeline = kind(

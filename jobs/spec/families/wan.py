@@ -23,11 +23,15 @@ _I2V_A14B: Final[dict[str, Any]] = {
 }
 _MOST: Final = 10  # conditioning images of VACE; a limit of ours, none of the model's
 _VACE: Final[dict[str, Any]] = {
-    "marks": {"_class_name": "WanVACEPipeline"},
+    "marks": {"_class_name": "WanVACEPipeline", "boundary_ratio": False},
     "references": References(fit=None, most=_MOST, required=True, videos=True),
     "transformer": "WanVACETransformer3DModel",
     "more_blocks": ("WanVACETransformerBlock",),
     "not_routed": "its control blocks add to the tokens of all layers",
+}
+
+_VACE_FUN: Final[dict[str, Any]] = _VACE | {
+    "marks": {"_class_name": "WanVACEPipeline", "boundary_ratio": 0.875},
 }
 
 FAMILY = Family(
@@ -104,6 +108,18 @@ FAMILY = Family(
             defaults=_EXPERTS,
             note="the expert for low noise",
             marks=_T2V,
+        ),
+        # Converted by who added it to diffusers; alibaba-pai's own files are of another layout.
+        "2.2-vace-fun-a14b-high": Flavour(
+            "linoyts/Wan2.2-VACE-Fun-14B-diffusers",
+            note="control video to video, the expert for high noise",
+            **_VACE_FUN,
+        ),
+        "2.2-vace-fun-a14b-low": Flavour(
+            "linoyts/Wan2.2-VACE-Fun-14B-diffusers",
+            component="transformer_2",
+            note="control video to video, the expert for low noise",
+            **_VACE_FUN,
         ),
         "2.2-i2v-a14b-high": Flavour(
             "Wan-AI/Wan2.2-I2V-A14B-Diffusers",

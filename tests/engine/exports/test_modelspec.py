@@ -20,7 +20,7 @@ MUST = ("sai_model_spec", "architecture", "implementation", "title", "resolution
 SHARED = {
     *("krea", "control", "2.2-t2v-a14b-low", "2.2-i2v-a14b-low", "1.6b-bf16"),
     *("v0.2", "base", "720p-t2v", "2512", "600m-512", "flash", "720p-i2v"),
-    *("2.2-flf2v-a14b-high", "2.2-flf2v-a14b-low"),
+    *("2.2-flf2v-a14b-high", "2.2-flf2v-a14b-low", "2.2-vace-fun-a14b-low"),
     *("480p-t2v-distilled", "480p-i2v-distilled", "720p-i2v-distilled", "480p-i2v-step-distilled"),
 }
 

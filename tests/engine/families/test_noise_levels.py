@@ -26,6 +26,7 @@ LTX: Final = (128, 16, 16, 24)  # of 121 frames at 768x512
 REASONS: Final = {
     "flux3:image-klein-base": "what its blocks sample with; its authors train others with more",
     "wan:2.2-t2v-a14b-high": "the expert for sigmas above 0.875",
+    "wan:2.2-vace-fun-a14b-high": "the expert for sigmas above 0.875",
     "wan:2.2-i2v-a14b-high": "the expert for sigmas above 0.9",
     "wan:2.2-flf2v-a14b-high": "the expert for sigmas above 0.9",
 }

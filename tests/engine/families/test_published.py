@@ -140,6 +140,8 @@ PUBLISHED: Final[dict[str, tuple[str, int | float]]] = {
     # Of the config of the authors' code; nothing that could be read tells the weights' number.
     "krea/Krea-2-Raw": ("Krea2Transformer2DModel", 12.82e9),
     "krea/Krea-2-Turbo": ("Krea2Transformer2DModel", 12.82e9),
+    # Of the config in diffusers' conversion script; each expert's file has 34.7 GB in bf16.
+    "linoyts/Wan2.2-VACE-Fun-14B-diffusers": ("WanVACETransformer3DModel", 17.34e9),
     "lodestones/Chroma1-Base": ("ChromaTransformer2DModel", 8_899_983_424),
     "lodestones/Chroma1-Flash": ("ChromaTransformer2DModel", 8.900e9),
     "lodestones/Chroma1-HD": ("ChromaTransformer2DModel", 8_899_983_424),

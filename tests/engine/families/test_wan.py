@@ -98,6 +98,7 @@ def test_a_lora_of_image_to_video_is_exported_whatever_the_pipeline_fills_up(
     [
         (HIGH, (BOUNDARY, 1.0), "transformer_2"),
         (LOW, (0.0, BOUNDARY), "transformer"),
+        ("wan:2.2-vace-fun-a14b-low", (0.0, BOUNDARY), "transformer"),
         ("wan:2.2-ti2v-5b", (0.0, 1.0), None),
     ],
 )
@@ -118,6 +119,7 @@ def test_levels_and_the_other_expert_are_as_the_model_says(
         ("wan:2.2-ti2v-5b", 4.0, None),
         ("wan:2.1-t2v-1.3b", 4.0, None),
         ("wan:2.2-i2v-a14b-high", 4.0, None),
+        ("wan:2.2-vace-fun-a14b-low", 4.0, None),
     ],
 )
 def test_experts_have_the_published_guidance_each_unless_a_job_says_otherwise(

@@ -64,6 +64,7 @@ OTHERS: Final[dict[str, tuple[str, ...]]] = {
 CONDITIONED: Final = (
     *("qwen_image:edit", "qwen_image:edit-2509", "qwen_image:layered"),
     *("wan:2.2-i2v-a14b-low", "wan:2.1-vace-1.3b", "wan:2.1-flf2v-14b-720p"),
+    "wan:2.2-vace-fun-a14b-low",
     *("flux:control", "flux:canny", "flux:fill"),
     "hunyuanvideo15:480p-i2v-step-distilled",
     "minimax_h3:fl2va",  # which makes videos from text as well

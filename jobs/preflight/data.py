@@ -209,6 +209,12 @@ def check_prompt_images(spec: DataPlanKeys) -> None:
                 role = request.roles[number : number + 1]
                 noun = noun_of_references(spec, of_prompts=True, roles=role)
                 raise SpecError(f"validation_prompts: no such {noun}: {path}")
+            still = expand(path).suffix.lower() in dataset_files.PICTURE_SUFFIXES
+            if still and request.frames > 1 and request.roles[number : number + 1] == ("control",):
+                raise SpecError(
+                    f"validation_prompts: the control video {path} is an image",
+                    "if it is a reference image, set conditioning_roles: reference in the prompt",
+                )
 
 
 def check_places(dataset: Dataset, layout: Layout, noun: str, *, metadata: bool) -> None:

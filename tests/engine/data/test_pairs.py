@@ -148,6 +148,12 @@ def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
     absent = prompt | {"conditioning_image": str(tmp_path / "absent.mp4")}
     with pytest.raises(SpecError, match="no such control video"):
         check_dataset(load_spec(None, values | {"validation_prompts": [absent]}))
+    still = prompt | {"num_frames": 5, "conditioning_image": str(tmp_path / "control/c.png")}
+    with pytest.raises(SpecError, match="is an image") as said:
+        check_dataset(load_spec(None, values | {"validation_prompts": [still]}))
+    assert "conditioning_roles: reference" in str(said.value.hint)
+    reference = still | {"conditioning_roles": "reference"}
+    assert check_dataset(load_spec(None, values | {"validation_prompts": [reference]})) == 4
     one = prompt | {"num_frames": 1, "conditioning_image": str(tmp_path / "control/c.png")}
     asked = load_spec(None, values | {"validation_prompts": [one]})
     ((frame,),) = prompt_conditions(*requests_of(asked), read_pictures(asked))

@@ -30,6 +30,7 @@ from jobs.errors import UserError
 from jobs.models.find_model import find_model
 from jobs.models.model_config import find_target
 from jobs.models.scorers import scorers_of
+from jobs.spec.families import get_family
 from jobs.spec.keys.prompts import class_prompts
 from jobs.spec.rules.cascade import settle
 from jobs.spec.rules.lora_conflicts import trains_text
@@ -257,9 +258,10 @@ def _notes(
             "speedup depends on the GPU, and the first steps take minutes"
         )
     if spec.context_parallel_size > 1:
+        whole = "" if get_family(spec.model_family).splits_text else ", those of whole texts too"
         notes.append(
-            "context parallelism is counted as activations divided by its ranks; attention's "
-            "communication buffers are not counted"
+            f"context parallelism is counted as activations divided by its ranks{whole}; "
+            "attention's communication buffers are not counted"
         )
     if spec.attention_backend == "math":
         notes.append("the math attention kernel is counted as on a CPU")

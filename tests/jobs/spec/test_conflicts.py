@@ -47,6 +47,25 @@ def read(**values: Any) -> JobSpec:
         {
             "num_processes": 2,
             "context_parallel_size": 2,
+            "dataset": None,
+            "model_family": "ltx2",
+            "model_flavour": "2.5-22b",
+            "train_audio": True,
+            "datasets": [{"path": "d", "first_frame": True}],
+        },
+        {
+            "num_processes": 2,
+            "context_parallel_size": 2,
+            "dataset": None,
+            "model_family": "wan",
+            "model_flavour": "2.1-vace-1.3b",
+            "datasets": [{"path": "d", "conditioning_path": "c"}],
+        },
+        # Only texts have masks, and each rank has them whole.
+        {"num_processes": 2, "context_parallel_size": 2, "model_family": "ltxvideo"},
+        {
+            "num_processes": 2,
+            "context_parallel_size": 2,
             "mixed_precision": "no",
             "context_parallel_comm_strategy": "alltoall",
         },

@@ -224,6 +224,8 @@ def test_context_parallel_samples_must_divide() -> None:
     assert conflict.key == "validation_prompts"
     assert "does not divide the 9 tokens of samples of 48x48" in conflict.message
     assert find_conflicts(JobSpec(**values, validation_prompts=["a"])) == []
+    filled = odd | {"model_family": "minimax_h3", "max_sequence_length": 511}
+    assert find_conflicts(JobSpec(**filled)) == [], "rows are added"
 
 
 @given(text=st.text(max_size=20) | st.text("{}prom:t,\"'", max_size=20))

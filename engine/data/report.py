@@ -20,7 +20,7 @@ from engine.data.read.masks import names_mask
 from engine.data.read.videos import has_sound
 from jobs.errors import UserError
 from jobs.paths import expand
-from jobs.spec.families import get_family
+from jobs.spec.families import get_family, noun_of_references
 from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
 from jobs.spec.rules.steps import global_batch_size, preserves, total_steps, trains_to_base
 from jobs.spec.values.datasets import datasets_of, find_layout
@@ -167,6 +167,8 @@ class DataReport:
         texts: Number of distinct texts to encode, not counting prompts.
         masked: Number of images that are trained with a mask.
         sound: With `train_audio`, the number of videos that have sound, and of all; else empty.
+        references: What lies beside each sample, such as "layer", and the smallest and the largest
+            number of them; empty if nothing does.
         weights: The smallest and largest loss weight of a sample; empty if all are 1.
         class_images: Number of class images still to be generated, which are not counted here.
         views: Number of views of each image (crops, flips).
@@ -192,6 +194,7 @@ class DataReport:
     texts: int
     masked: int
     sound: list[int]
+    references: list[Any]
     weights: list[float]
     class_images: int
     views: int
@@ -322,6 +325,7 @@ def make_report(spec: JobSpec, index: DataIndex, model_root: Path | None) -> Dat
         texts=len(distinct),
         masked=sum(bool(image.mask) for image in _images(index.samples)),
         sound=sound,
+        references=_references(spec, index),
         weights=[min(weights), max(weights)] if any(weight != 1 for weight in weights) else [],
         class_images=0 if has_class_images(spec) else spec.num_class_images,
         views=count_views(spec),
@@ -376,6 +380,11 @@ def _count_sound(index: DataIndex) -> list[int]:
     paths = [Path(image.path) for image in _images(index.samples) if image.is_video]
     with ThreadPoolExecutor(READERS) as pool:
         return [sum(pool.map(has_sound, paths)), len(paths)]
+
+
+def _references(spec: JobSpec, index: DataIndex) -> list[Any]:
+    counts = {len(sample.references) for sample in index.samples}
+    return [noun_of_references(spec), min(counts), max(counts)] if max(counts, default=0) else []
 
 
 def _plural(count: int, noun: str) -> str:

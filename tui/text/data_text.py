@@ -82,6 +82,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("captions", captions + (f", up to {longest} tokens" if longest else "")),
         ("masks", some(report["masked"], "image") if report.get("masked") else ""),
         ("sound", _sound(report)),
+        ("each with", _references(report)),
         ("loss weights", _weights(report)),
         ("class images", _class_images(report)),
         ("views", f"{report['views']} of each image" if report["views"] > 1 else ""),
@@ -109,6 +110,8 @@ def headlines(report: Mapping[str, Any]) -> tuple[str, str]:
         some(report["texts"], "caption") + (f" up to {longest} tokens" if longest else ""),
         f"{report['views']} views of each" if report["views"] > 1 else "",
         f"{report['masked']} masked" if report.get("masked") else "",
+        f"sound in {_sound(report)}" if report.get("sound") else "",
+        f"each with {_references(report)}" if report.get("references") else "",
         f"{report['class_images']} class images to make" if report.get("class_images") else "",
     ]
     return (
@@ -133,6 +136,14 @@ def _sound(report: Mapping[str, Any]) -> str:
     """Return how many videos have sound, where a job trains with it."""
     heard, videos = report.get("sound") or (0, 0)
     return f"{heard or 'none'} of {some(videos, 'video')}" if videos else ""
+
+
+def _references(report: Mapping[str, Any]) -> str:
+    """Return what lies beside each sample: layers, conditioning images or control videos."""
+    noun, least, most = report.get("references") or ("", 0, 0)
+    if not most:
+        return ""
+    return some(most, noun) if least == most else f"{least} to {some(most, noun)}"
 
 
 def _weights(report: Mapping[str, Any]) -> str:

@@ -81,7 +81,9 @@ def test_a_folder_beside_a_folder(tmp_path: Path, job: Callable[..., JobSpec]) -
     (lost,) = index.skipped
     where = tmp_path / "data/control/c.png"
     assert (lost.name, lost.why) == ("c.png", f"no conditioning image: {where} does not exist")
-    assert make_report(spec, index, None).reasons[0].text == "no conditioning image"
+    report = make_report(spec, index, None)
+    assert report.reasons[0].text == "no conditioning image"
+    assert report.references == ["conditioning image", 1, 1]
     assert check_dataset(spec) == 3
     assert missing_partners(spec) == [
         f"1 of 3 images in {tmp_path / 'data'}: no conditioning image (c.png), will be skipped."

@@ -467,6 +467,15 @@ def test_the_totals_fit_80_columns() -> None:
     assert all(len(line) <= 78 for line in headlines(report))
 
 
+def test_the_totals_name_sound_and_what_lies_beside_each_sample() -> None:
+    for values, end in (
+        ({"sound": [0, 3]}, "sound in none of 3 videos"),
+        ({"references": ["layer", 2, 2]}, "each with 2 layers"),
+        ({"references": ["conditioning image", 0, 1]}, "each with 0 to 1 conditioning image"),
+    ):
+        assert headlines(made_up(**values).report)[0].endswith(f" · {end}")
+
+
 def test_many_examples_are_told_apart_from_all() -> None:
     few = {"count": 2, "text": "grey", "examples": ["a.png", "b.png"]}
     many = {"count": 20, "text": "grey", "examples": ["a.png", "b.png"]}

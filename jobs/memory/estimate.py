@@ -243,9 +243,20 @@ class Estimate:
         """Return the changes that make the job fit; empty if it already fits."""
         return list(self.climb(room))
 
-    def first_step(self, room: Room | None = None) -> Step | None:
-        """Return the cheapest change that helps; None if the job already fits."""
-        return next(self.climb(room), None)
+    def remedy(self, room: Room | None = None) -> Step | None:
+        """Return the cheapest change that makes the job fit; None if it already fits.
+
+        If no single change is enough, return all that are as one; if all are not, the first of
+        them.
+        """
+        fit = partial(self._fit, room)
+        own = fit(self._settled)
+        if own is None or _fits(own):
+            return None
+        if (each := self._whole_on_each(room)) is not None:
+            return each
+        enough = alternatives(self._settled, fit, enough=lambda before, after: _fits(after))
+        return next(enough, None) or next(self.climb(room), None)
 
     def climb(self, room: Room | None = None) -> Iterator[Step]:
         """Yield the changes one by one as they are found."""

@@ -490,7 +490,8 @@ def alternatives(
         title = ", ".join(step.rung.title for step in taken)
         slower = math.prod(step.rung.slower for step in taken)
         changes = {key: value for step in taken for key, value in step.changes.items()}
-        rung = Rung(title, slower, lambda _: changes)
+        costs = "; ".join(dict.fromkeys(step.rung.costs for step in taken if step.rung.costs))
+        rung = Rung(title, slower, lambda _: changes, costs)
         yield Step(rung, changes, now, taken[-1].after, taken[-1].spec)
 
 

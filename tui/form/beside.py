@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,7 +62,7 @@ class Look:
         strategy: The strategy that runs, if known.
         pace: The seconds of a step, in words, or "".
         faster: Another setup that would fit and is faster, in words, or "".
-        asked: Ranks other setups of the same job, which takes a while; None if there is no need.
+        asked: Finds what to change, which takes a while; None if that was done or is not needed.
         remark: What to say if nothing can be predicted.
         notes: More details, for the tooltip.
     """
@@ -123,14 +122,17 @@ class FitBars(Static):
         self._due = self.set_timer(_SETTLES_IN, self._begin)
 
     def knows(self, values: Mapping[str, Any]) -> bool:
-        """Return whether there is a prediction for these values, or none is possible."""
-        return self.prediction is not None and self.prediction.values == values
+        """Return whether it is known if these values fit and what to change, or cannot be."""
+        latest = self.prediction
+        if latest is None or latest.values != values:
+            return False
+        too_large = latest.worst is not None and latest.worst.verdict is Verdict.TOO_LARGE
+        return not too_large or latest.asked is None
 
     def strategy_of(self, values: Mapping[str, Any]) -> str:
         """Return the strategy that was predicted for these values, or ""."""
-        return (
-            self.prediction.strategy if self.prediction is not None and self.knows(values) else ""
-        )
+        latest = self.prediction
+        return latest.strategy if latest is not None and latest.values == values else ""
 
     def doubt(self, values: Mapping[str, Any]) -> str:
         """Say why these values do not fit, and what to change first; "" if they may fit."""
@@ -169,9 +171,13 @@ class FitBars(Static):
             self.post_message(self.Found(prediction))
         if prediction.asked is None or worker.is_cancelled:
             return
-        with suppress(Cancelled, UserError, ToolError):  # what was posted stays
-            if faster := _faster(prediction.asked):
-                self.post_message(self.Found(replace(prediction, faster=faster)))
+        try:
+            advised = advise(prediction)
+        except Cancelled:
+            return
+        except (UserError, ToolError):  # what was posted stays
+            advised = replace(prediction, asked=None)
+        self.post_message(self.Found(advised))
 
     def on_fit_bars_found(self, message: Found) -> None:
         if message.look.values == self._values:
@@ -214,7 +220,7 @@ def look(
     cancelled: Callable[[], bool] = lambda: False,
     partitions: Sequence[Partition] = (),
 ) -> Look:
-    """Predict whether the form's values fit; takes seconds for a new model.
+    """Predict whether the form's values fit, without advice; takes seconds for a new model.
 
     Raises:
         Cancelled: `cancelled` returned true.
@@ -237,9 +243,7 @@ def look(
         if isinstance(own, Refused):
             return Look(values, remark=f"memory: {own.error}")
         bars = _bars(asked, world_size(spec))
-        tightest = worst(fit for _, fit in bars)
-        fits = tightest.verdict is Verdict.FITS
-        step = None if fits else asked.first_step(tightest.room)
+        fits = worst(fit for _, fit in bars).verdict is Verdict.FITS
         seconds = asked.seconds(own)
     except UserError:  # shown beside the fields, or the model is unknown
         return Look(values)
@@ -251,23 +255,32 @@ def look(
     return Look(
         values,
         bars,
-        step,
-        own.strategy,
-        "" if isinstance(seconds, str) else pace(seconds),
-        asked=asked if fits and asked.place.on_gpus else None,
+        strategy=own.strategy,
+        pace="" if isinstance(seconds, str) else pace(seconds),
+        asked=asked if asked.place.on_gpus or not fits else None,
         remark=asked.place.note,
         notes=notes,
     )
 
 
-def _faster(asked: Estimate) -> str:
-    """Name the fastest setup that fits, if that is not the job as it is; takes a while.
+def advise(look: Look) -> Look:
+    """Add what to change for a job that does not fit, or what would be faster for one that does.
 
     Raises:
         Cancelled: The answer is no longer needed.
         UserError: This model cannot be predicted.
         ToolError: The prediction failed.
     """
+    tightest = look.worst
+    if look.asked is None or tightest is None:
+        return look
+    if tightest.verdict is Verdict.FITS:
+        return replace(look, faster=_faster(look.asked), asked=None)
+    return replace(look, step=look.asked.remedy(tightest.room), asked=None)
+
+
+def _faster(asked: Estimate) -> str:
+    """Name the fastest setup that fits, if that is not the job as it is; takes a while."""
     ranking = asked.ranking()
     if isinstance(ranking, str) or (choice := better(ranking)) is None:
         return ""

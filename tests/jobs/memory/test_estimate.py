@@ -632,7 +632,7 @@ def test_on_gpus_of_several_sizes_each_swaps_what_does_not_fit(
     def asked(**changes: Any) -> Estimate:
         return Estimate(job(**spec.to_dict() | changes), place, server, Calibration())
 
-    step = asked().first_step()
+    step = asked().remedy()
     assert step is not None
     swapped = step.changes["swap_blocks"]
     assert [*swapped] == ["10GB", "12GB"]
@@ -643,7 +643,7 @@ def test_on_gpus_of_several_sizes_each_swaps_what_does_not_fit(
     each = changed.each(own)
     assert [fit.room.name for fit in each] == ["10GB", "12GB", "12GB", "24GB"]
     assert all(fit.verdict is Verdict.FITS for fit in each)
-    assert changed.first_step() is None
+    assert changed.remedy() is None
     for size, count in swapped.items():
         other = asked(strategy="ddp", swap_blocks=swapped | {size: count - 4}).own
         assert isinstance(other, Predicted)

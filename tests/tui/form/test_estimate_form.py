@@ -105,7 +105,8 @@ async def test_bars_follow_the_options_and_say_it_in_words(store: Store) -> None
         strategy.value = "fsdp2"  # type: ignore[attr-defined]
         app.screen.query_one("#field-train_batch_size").value = "32"
         await until(pilot, lambda: "does not fit by" in text(bars))
-        assert "train_batch_size: 16, gradient_accumulation_steps: 2" in text(bars)
+        # Half of that batch would help, and not be enough.
+        await until(pilot, lambda: "train_batch_size: 8, gradient_acc" in text(bars))
 
 
 @pytest.mark.slow

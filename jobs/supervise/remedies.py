@@ -67,7 +67,10 @@ _ADVICE: Final = {
         "run `fsdp-tui doctor` to test communication between ranks",
         "see the log of the rank that ended first",
     ),
-    Cause.KILLED: ("the rank was killed from outside", RESUME),
+    Cause.KILLED: (
+        "find out what killed the rank: `dmesg` shows whether the kernel did, for lack of memory",
+        RESUME,
+    ),
     Cause.MISSING_PACKAGE: (
         "a package is missing in the ranks' environment",
         "run `fsdp-tui doctor`",

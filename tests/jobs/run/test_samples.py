@@ -185,7 +185,7 @@ def test_phases_that_train_are_no_moment() -> None:
         (Cause.NOT_FINITE, "", "learning_rate"),
         (Cause.HANG, "", "stacks"),
         (Cause.COMMUNICATION, "forward", "doctor"),
-        (Cause.KILLED, "", "from outside"),
+        (Cause.KILLED, "", "what killed the rank"),
         (Cause.MISSING_PACKAGE, "load", "missing"),
         (Cause.OTHER, "forward", "traceback"),
     ],

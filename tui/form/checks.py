@@ -53,6 +53,7 @@ class Checks:
         self._form = form
         self._due: Timer | None = None
         self.reasons: dict[str, str] = {}
+        self.revealed: set[str] = set()  # fields that the user went to, whether they apply or not
         self._tried = False  # an empty form has no errors before it is submitted
         self._noted: set[str] = set()  # of a resume: what is changed
         self._refused = ""  # why the job could not be queued
@@ -78,6 +79,7 @@ class Checks:
             problems = {k: each for k, each in problems.items() if values.get(k, "") != ""}
         if form.purpose.resumes:
             self._show_changes(values)
+        self._hide_unsuited(problems)
         for name, row in form.fields.rows.items():
             row.turn_off(self.reasons.get(name, ""))
             problem = problems.get(name) or self._problem_in_list(row, values)
@@ -96,8 +98,19 @@ class Checks:
         if not form.purpose.resumes:
             reveal(form.query_one("#carried", Static), carried)
 
+    def _hide_unsuited(self, problems: Mapping[str, Problem]) -> None:
+        """Hide fields that do nothing with this model, unless they are set, wrong or revealed."""
+        form = self._form
+        unsuited = draft.find_unsuited(form.fields.values) - {*problems} - self.revealed
+        groups = {row.parent for row in form.fields.rows.values()}
+        for name, row in form.fields.rows.items():
+            fixed = form.purpose.resumes and form.purpose.is_fixed(name)
+            row.display = not fixed and name not in unsuited
+        for group in filter(None, groups):
+            group.display = any(row.display for row in group.query(FieldRow))
+
     def _show_changes(self, values: Mapping[str, Any]) -> None:
-        """Hide what a checkpoint fixes; note beside other fields what their change means."""
+        """Note beside the fields what their change means for a resume."""
         form, purpose = self._form, self._form.purpose
         try:
             changes = purpose.changes(values)
@@ -106,10 +119,6 @@ class Checks:
         for name, row in form.fields.rows.items():
             if name in changes or name in self._noted:
                 row.note(purpose.note(name) if name in changes else "")
-            if purpose.is_fixed(name) and row.display:
-                row.display = False
-                if (group := row.parent) is not None:
-                    group.display = any(other.display for other in group.query(FieldRow))
         self._noted = {*changes}
         form.looks.at_resume(purpose, form.store, values)
 

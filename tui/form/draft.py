@@ -17,10 +17,11 @@ from jobs.preflight import check_job
 from jobs.preflight.data import check_dataset, find_unusable
 from jobs.queue.sweeps import short_value
 from jobs.run.rundir import write_atomic
-from jobs.spec.families import FAMILIES
+from jobs.spec.families import FAMILIES, get_family
 from jobs.spec.file.load import dump_spec, load_spec
 from jobs.spec.file.value_errors import key_of
 from jobs.spec.job_spec import FOLLOWS, JobSpec, field_choices, field_names, key_facts, takes_many
+from jobs.spec.rules import no_effect
 from jobs.spec.rules.cascade import FOLLOWING
 from jobs.spec.rules.conflicts import find_conflicts
 from jobs.spec.rules.no_effect import find_inapplicable
@@ -57,13 +58,6 @@ def help_text(name: str) -> str:
 def placeholder(name: str) -> str:
     """Return the placeholder of an input: the default, or a format to type."""
     return key_facts(name).blank or as_text(name, JobSpec.model_fields[name].default)
-
-
-def model_hint(family: object, flavour: object) -> str:
-    """Return the placeholder of the model's input: the hub id of this model."""
-    flavours = FAMILIES[str(family)].flavours if family in FAMILIES else {}
-    shown = flavours.get(str(flavour)) or next(iter(flavours.values()), None)
-    return f"folder, or {shown.hub_id}" if shown is not None else "folder, or hub id"
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -313,6 +307,12 @@ def in_force(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return {key: value for key, value in values.items() if key not in refused}, reasons
 
 
+def find_unsuited(values: Mapping[str, Any]) -> set[str]:
+    """Return the fields that its model or launcher leaves without effect and that are not set."""
+    spec, _ = _readable(values)
+    return no_effect.find_unsuited(spec, find_inapplicable(spec)) - non_default(values).keys()
+
+
 def _readable(values: Mapping[str, Any]) -> tuple[JobSpec, set[str]]:
     """Read the job from the valid values; return it and the keys of the invalid ones."""
     try:
@@ -377,8 +377,9 @@ def carried(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def carried_line(values: Mapping[str, Any]) -> str:
     """Summarize these values in a line; "" if there are none."""
-    texts = (f"{key}={as_text(key, value)}" for key, value in carried(values).items())
-    listed = ", ".join(texts)
+    texts = {key: as_text(key, value) for key, value in carried(values).items()}
+    words = {"True": "true", "False": "false"}
+    listed = ", ".join(f"{key}={words.get(text, text)}" for key, text in texts.items())
     return f"also set: {listed}" if listed else ""
 
 
@@ -486,9 +487,10 @@ def check_path(name: str, values: Mapping[str, Any]) -> tuple[bool, str]:
         spec = _of_path(text, values)
         if name == "dataset":
             count = check_dataset(with_folder_repeats(spec)[0])
-            return True, f"{count} image{'s' * (count != 1)}" if count else "a table of images"
+            what = "sample" if get_family(spec.model_family).frame_step else "image"
+            return True, f"{count} {what}{'s' * (count != 1)}" if count else f"a table of {what}s"
         check_job.check_model(spec)
-        return True, f"a {spec.model_family} model"
+        return True, f"{get_family(spec.model_family).title} model"
     except UserError as error:
         offers = names_hub(name, values) and (is_url(text) or not is_offline())
         return False, _offer(name, text) if offers else str(error)

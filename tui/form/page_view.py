@@ -10,10 +10,10 @@ from textual.suggester import SuggestFromList
 from textual.widgets import Input, Static
 
 from jobs.backends.slurm.commands import in_words
+from jobs.spec.families import FAMILIES
 from jobs.spec.rules.cascade import FOLLOWING, follow_ranks
 from tui.form import draft
 from tui.form.beside import FitBars
-from tui.form.draft import model_hint
 from tui.form.fields import FieldRow
 from tui.form.pages import PAGES, SHOWN
 
@@ -193,9 +193,10 @@ class Fields(VerticalScroll, can_focus=False):
             row.offer(draft.flavours_of(self.model[0]), chosen)
 
     def _hint_at_model(self) -> None:
-        row = self.row("pretrained_model_name_or_path")
-        if row and isinstance(row.control, Input):
-            row.control.placeholder = model_hint(*self.model)
+        for name, hint in _hints(*self.model).items():
+            row = self.row(name)
+            if row and isinstance(row.control, Input):
+                row.control.placeholder = hint
 
     # -- pages -----------------------------------------------------------------------------
 
@@ -218,7 +219,31 @@ class Fields(VerticalScroll, can_focus=False):
         self.scroll_home(animate=False)
 
     def focus_first(self) -> None:
-        """Focus the page's first field that applies."""
+        """Focus the page's first field that applies; none of a page on which none does."""
         rows = self._pages[self.page].rows.values()
-        if first := next((row for row in rows if row.display and not row.control.disabled), None):
-            first.control.focus()
+        first = next((row for row in rows if row.display and not row.control.disabled), None)
+        self.screen.set_focus(None if first is None else first.control)
+
+
+def _hints(name: Any, flavour: Any) -> dict[str, str]:
+    """Return the placeholders that name what this model is and is trained on, by key."""
+    family = FAMILIES.get(str(name))
+    if family is None:
+        return {}
+    shown = family.flavours.get(str(flavour)) or next(iter(family.flavours.values()))
+    takes = family.references_of(flavour)
+    entry = "several: folder x2, other folder"
+    if takes is not None and takes.layers:
+        entry = "{path: folder, layer_suffix: [_1, _2]}"
+    elif takes is not None:
+        entry = "{path: folder, conditioning_path: other folder}"
+    elif family.takes_keyframes(flavour):
+        entry = "{path: folder, first_frame: true, last_frame: true}"
+    elif family.takes_first_frame(flavour) and not family.needs_first_frame(flavour):
+        entry = "{path: folder, first_frame: true}"
+    sample = "cat.mp4" if family.frame_step else "cat.png"
+    return {
+        "pretrained_model_name_or_path": f"folder, or {shown.hub_id}",
+        "dataset": f"folder with {sample}, cat.txt …",
+        "datasets": f"or {entry}",
+    }

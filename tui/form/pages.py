@@ -16,12 +16,14 @@ PATHS: Final = ("pretrained_model_name_or_path", "dataset")
 
 # The first page, by heading: what nearly every job sets.
 ESSENTIAL: Final[dict[str, tuple[str, ...]]] = {
-    "job": ("name", "model_type", "model_family", "model_flavour"),
-    "model and data": ("pretrained_model_name_or_path", "dataset"),
+    "job": ("name", "model_type", "model_family", "model_flavour", "both_experts"),
+    "model and data": ("pretrained_model_name_or_path", "dataset", "datasets"),
     "training": (
         "max_train_steps",
         "learning_rate",
         "resolution",
+        "num_frames",
+        "train_audio",
         "train_batch_size",
         "global_batch_size",
         "gradient_accumulation_steps",
@@ -57,10 +59,10 @@ _GROUPS: Final[dict[str, tuple[str, ...]]] = {
     "fsdp": ("fsdp",),
     "devices": ("devices", "slurm"),
     "training": ("training",),
-    "data": ("job", "data"),
+    "data": ("data",),
     "output": ("lora", "output", "export", "hub"),
     "samples": ("validation",),
-    "running": ("running", "tracking"),
+    "running": ("running", "job", "tracking"),
 }
 
 

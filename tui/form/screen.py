@@ -213,12 +213,15 @@ class NewJobScreen(Screen[int | None]):
         """Show a page, and focus its first field."""
         await self._turn_to(number)
         self.fields.focus_first()
+        if self.focused is None:
+            self.tell("No field of this page applies to this job; each says why.")
 
     async def action_turn(self, by: int) -> None:
         await self.action_show_page((self.fields.page + by) % len(PAGES))
 
     async def go_to(self, name: str) -> None:
         """Go to a field; one that does not apply is shown with the reason."""
+        self.checks.revealed.add(name)
         await self._turn_to(page_of(name))
         if row := self.fields.row(name):
             row.scroll_visible(animate=False)

@@ -59,7 +59,7 @@ class DataKeys(Keys):
         "of what is filled in (fill_mask) and reference images (reference), or, of videos, "
         "first_frame and last_frame.",
         resume="ruled",
-        blank="folder x2, other folder",
+        blank="or several: folder x2, other folder",
     )
     conditioning_resolution: Annotated[int | None, BeforeValidator(as_none)] = field(
         None,
@@ -150,6 +150,8 @@ class DataKeys(Keys):
         DATA,
         "Frames per video sample (default: the video's length, up to 81).",
         resume="changes",
+        label="frames",
+        blank="the video's, up to 81",
         no_effect=images_only,
         ge=1,
         le=4096,
@@ -169,6 +171,7 @@ class DataKeys(Keys):
         DATA,
         "Train the sound of videos with them; videos without sound train the video alone.",
         resume="changes",
+        label="sound",
         no_effect=no_sound,
     )
 

@@ -20,7 +20,7 @@ from jobs.spec.values.field import facts_of
 from jobs.spec.values.resolutions import has_several
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from jobs.spec.families import Family
     from jobs.spec.job_spec import DataPlanKeys, InputKeys, JobSpec, RecipeKeys
@@ -47,6 +47,15 @@ def find_inapplicable(spec: JobSpec) -> dict[str, str]:
         if why := next(filter(None, (reason(spec) for reason in facts.no_effect)), ""):
             reasons[key] = why
     return reasons
+
+
+def find_unsuited(spec: JobSpec, reasons: Mapping[str, str]) -> set[str]:
+    """Return the keys of `find_inapplicable` that its model or launcher leaves without effect.
+
+    No other setting of the job makes them count, so a form need not offer them.
+    """
+    unsuited = {reason(spec) for reason in _UNSUITED}
+    return {key for key, why in reasons.items() if why in unsuited}
 
 
 def counts(key: str, spec: JobSpec) -> bool:
@@ -215,9 +224,13 @@ def no_size_conditioning(spec: JobKeys) -> str:
 
 
 def no_experts(spec: RecipeKeys) -> str:
-    family = _family(spec)
     if spec.lora_target_modules:
         return "lora_target_modules decides what is adapted"
+    return _without_experts(spec)
+
+
+def _without_experts(spec: JobKeys) -> str:
+    family = _family(spec)
     return "" if family is None or family.experts else f"{family.title} has none"
 
 
@@ -376,7 +389,11 @@ def nothing_sampled(spec: DataPlanKeys) -> str:
 
 
 def no_video_samples(spec: DataPlanKeys) -> str:
-    return no_prompts(spec) or images_only(spec, "makes")
+    return _images_made(spec) or no_prompts(spec)
+
+
+def _images_made(spec: JobKeys) -> str:
+    return images_only(spec, "makes")
 
 
 def no_true_cfg(spec: DataPlanKeys) -> str:
@@ -385,7 +402,7 @@ def no_true_cfg(spec: DataPlanKeys) -> str:
         family.true_cfg_of(spec.model_flavour)
         and family.guidance_of(spec.model_flavour) == "embedded"
     )
-    return nothing_sampled(spec) or ("" if fits else "only for guidance-distilled models")
+    return ("" if fits else "only for guidance-distilled models") or nothing_sampled(spec)
 
 
 def no_validation(spec: ValidationKeys) -> str:
@@ -426,3 +443,23 @@ def nothing_judged(spec: JobSpec) -> str:
 
 def no_validation_fraction(spec: ValidationKeys) -> str:
     return "" if spec.validation_fraction else "needs validation_fraction"
+
+
+_UNSUITED: Final[tuple[Callable[[JobSpec], str], ...]] = (
+    no_deepspeed,
+    one_machine,
+    set_by_slurm,
+    not_slurm,
+    no_text_lora,
+    no_size_conditioning,
+    _without_experts,
+    one_denoiser,
+    no_sigmas,
+    flow_matching,
+    no_embedded_guidance,
+    no_references,
+    no_masks_drawn,
+    images_only,
+    no_sound,
+    _images_made,
+)

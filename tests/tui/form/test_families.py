@@ -103,3 +103,40 @@ async def test_a_switch_of_the_form_queues_both_experts(
     made = [load_spec(job.run_dir.job_file) for job in store.all()[:2]]
     assert {spec.name for spec in made} == {"cats-2-high", "cats-2-low"}
     assert all(spec.other_expert for spec in made)
+
+
+async def test_fields_that_a_model_cannot_use_are_hidden(store: Store) -> None:
+    """They come back with a model that can, and where a person looks for them by name."""
+    async with form(store) as (app, pilot):
+        screen = app.screen
+        assert isinstance(screen, NewJobScreen)
+        assert not any(field(app, name).display for name in ("num_frames", "both_experts"))
+        choose(app, "model_family", "wan")
+        await until(pilot, lambda: field(app, "num_frames").display)
+        assert "cat.mp4" in field(app, "dataset").control.placeholder  # type: ignore[attr-defined]
+        assert not field(app, "train_audio").display
+        choose(app, "model_flavour", "2.2-t2v-a14b-low")
+        await until(pilot, lambda: field(app, "both_experts").display)
+        choose(app, "model_family", "qwen_image")
+        await until(pilot, lambda: "layered" in offered(app, "model_flavour"))
+        choose(app, "model_flavour", "layered")
+        await until(pilot, lambda: not field(app, "num_frames").display)
+        await until(
+            pilot,
+            lambda: "layer_suffix" in field(app, "datasets").control.placeholder,  # type: ignore[attr-defined]
+        )
+        await screen.go_to("slurm_account")
+        assert field(app, "slurm_account").display
+        assert not field(app, "slurm_qos").display
+        assert "needs launcher: slurm" in screen.said_below
+
+
+async def test_a_page_on_which_nothing_applies_takes_no_keys(store: Store) -> None:
+    async with form(store) as (app, pilot):
+        screen = app.screen
+        assert isinstance(screen, NewJobScreen)
+        await screen.action_show_page(1)
+        assert "No field of this page applies" in screen.said_below
+        before = field(app, "name").value
+        await pilot.press("x")
+        assert field(app, "name").value == before

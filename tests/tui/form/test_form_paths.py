@@ -117,7 +117,7 @@ async def test_tab_takes_what_is_proposed_and_goes_on_when_nothing_is(
         assert dataset.has_focus
         await until(pilot, lambda: not dataset._suggestion)  # type: ignore[attr-defined]
         await pilot.press("tab")
-        await until(pilot, lambda: field(app, "max_train_steps").control.has_focus)
+        await until(pilot, lambda: field(app, "datasets").control.has_focus)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from engine.families.shared.references import Conditioning
     from jobs.spec.keys.prompts import SampleRequest
 
 ALONE = World(0, 1, torch.device("cpu"), "single", "t")
@@ -56,6 +57,7 @@ class Texts:
     def __init__(self, pipeline: FluxPipeline) -> None:
         self._pipeline = pipeline
         self.asked: list[str] = []
+        self.pictures: dict[str, Conditioning] = {}
 
     def prompt(
         self, text: str, request: SampleRequest, *, negative: bool = False

@@ -668,6 +668,7 @@ def test_run_follows_a_job_to_its_end(running_shell: Shell) -> None:
         "completed",
     ]
     notes = result.err.splitlines()
+    assert "fsdp-tui: training (0 of 5)" in notes
     assert notes[0] == f"fsdp-tui: job 1 · {running_shell.home / 'runs' / '1-t'}"
     assert notes[-1] == "fsdp-tui: completed: trained 5 steps"
 

@@ -81,7 +81,7 @@ def _follow(store: Store, job: Job, tail: _Tail, *, states: bool) -> Job:
             if events.phase is not None and events.phase.name != phase:
                 phase = events.phase.name
                 if events.phase.total:
-                    _note(f"{PHASES.get(phase, phase)} ({events.phase.total})")
+                    _note(f"{PHASES.get(phase, phase)} (0 of {events.phase.total})")
         if job.state.ended:
             return job
         pause(_LOOK_EVERY)

@@ -82,7 +82,8 @@ class LossWeights:
             cells = normalised(self._masks.read(key)["mask"], self._spec.unmasked_weight)
         cells = cells.view(*[1] * (latents.dim() - 2), height, width)
         if before := len(in_frames(self._samples[number])):  # the mask is not theirs
-            return torch.cat([torch.ones(1, before, height, width), cells], dim=1)
+            own = cells.expand(-1, latents.shape[1] - before, -1, -1)
+            return torch.cat([torch.ones(1, before, height, width), own], dim=1)
         return cells
 
 

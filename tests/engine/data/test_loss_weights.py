@@ -251,6 +251,8 @@ def test_weights_and_masks_of_a_sample_are_one_factor(tmp_path: Path) -> None:
     frames = beside.of(0, 0, torch.zeros(16, 3, 4, 4))[0]
     assert frames[:2].unique().tolist() == [3], "of reference images, all counts"
     assert torch.equal(frames[2], first[0])
+    video = LossWeights(spec, [samples[0], replace(samples[1], references=(who, who))], cache)
+    assert video.of(1, 0, torch.zeros(16, 5, 4, 4)).shape == (1, 5, 4, 4), "of each frame"
     plain = LossWeights(job("d", root=tmp_path, missing_captions="empty"), samples[1:], cache)
     assert not plain.active
 

@@ -48,7 +48,9 @@ def load(training: TrainState, path: Path, world: World) -> None:
     if layout == "full":
         full.read_tensors(tensors, path)
     else:
+        trained = {name for group in _groups(tensors) for name in group["params"]}
         sharded.read_tensors(tensors, path, world.size)
+        _leave_out_others(_groups(tensors), trained)
     set_state_dict(
         training.model,
         training.optimizer,
@@ -63,6 +65,21 @@ def load(training: TrainState, path: Path, world: World) -> None:
         training.scaler.load_state_dict(state["scaler"])
     if training.ema is not None and not has_ema:
         training.ema.restart()  # the checkpoint is of a time before there was an average
+
+
+def _groups(tensors: dict[str, Any]) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = tensors["optimizer"]["param_groups"]
+    return groups
+
+
+def _leave_out_others(groups: list[dict[str, Any]], trained: set[str]) -> None:
+    """Leave out what a checkpoint has of parameters that are no longer trained.
+
+    Torch (2.13) does so too, but not for an optimizer without state, such as SGD.
+    """
+    for group in groups:
+        group["params"] = [name for name in group["params"] if name in trained]
+    groups[:] = [group for group in groups if group["params"]]
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", FULL])
-@pytest.mark.parametrize("optimizer", ["adamw", "prodigy"])
+@pytest.mark.parametrize("optimizer", ["adamw", "prodigy", "sgd"])
 def test_a_checkpoint_may_hold_more_than_is_trained(
     toy: Path, run_dir: RunDir, optimizer: str, layout: str
 ) -> None:

@@ -384,7 +384,11 @@ def _count_sound(index: DataIndex) -> list[int]:
 
 def _references(spec: JobSpec, index: DataIndex) -> list[Any]:
     counts = {len(sample.references) for sample in index.samples}
-    return [noun_of_references(spec), min(counts), max(counts)] if max(counts, default=0) else []
+    roles = {each.role or "control" for sample in index.samples for each in sample.references}
+    if not roles:
+        return []
+    noun = noun_of_references(spec, roles=roles) if len(roles) == 1 else "conditioning image"
+    return [noun, min(counts), max(counts)]
 
 
 def _plural(count: int, noun: str) -> str:

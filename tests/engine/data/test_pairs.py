@@ -218,6 +218,7 @@ def test_reference_images_are_beside_videos_and_images(tmp_path: Path, place: st
     assert index.samples[0].group == ((64, 64, 5), beside, False)
     index.save(tmp_path / "index.json")
     assert DataIndex.load(tmp_path / "index.json").samples == index.samples
+    assert make_report(spec, index, None).references == ["conditioning image", 3, 3]
 
 
 def test_what_a_fill_mask_keeps_of_a_video(tmp_path: Path) -> None:

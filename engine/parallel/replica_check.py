@@ -47,8 +47,7 @@ def _compare(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | Non
     lowest, highest = sums.clone(), sums.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    differs = (lowest != highest).tolist()  # the host waits once, not for their number as well
-    wrong = [number for number, differing in enumerate(differs) if differing]
+    wrong = (lowest != highest).nonzero().flatten().tolist()
     if wrong:
         names = list(tensors)
         raise RuntimeError(

@@ -180,7 +180,7 @@ def _lokr_config(spec: LoraKeys, targets: str) -> LoKrConfig:
 
 
 def unused_layers(model: torch.nn.Module, without: str) -> dict[str, torch.nn.Module]:
-    """Return name → layer without an adapter that the loss does not depend on.
+    """Return name → layer without an adapter that the loss does not depend on; no norms.
 
     Args:
         model: A model, adapted or not.
@@ -191,7 +191,8 @@ def unused_layers(model: torch.nn.Module, without: str) -> dict[str, torch.nn.Mo
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), torch.Tensor)
+        if isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+        and weight.dim() > 1
         and not name.endswith(".base_layer")
         and not isinstance(module, BaseTunerLayer)
         and re.search(without, f"{name}.weight")

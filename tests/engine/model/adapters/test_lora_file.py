@@ -130,9 +130,13 @@ def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def test_what_no_loss_depends_on_gets_no_adapter_and_none_of_a_file(
     tmp_path: Path, flux: Family, variant: str, excluded: list[str] | None
 ) -> None:
-    """Other jobs' files, and those of before, have it; a fused part is not dropped."""
-    unused, values = r"\.to_k\.", {"lora_variant": variant, "lora_exclude_modules": excluded}
+    """Other jobs' files, and those of before, have it; a fused part is not dropped.
+
+    Norms beside it have no adapter in any file.
+    """
+    unused, values = r"\.(to|norm)_k\.", {"lora_variant": variant, "lora_exclude_modules": excluded}
     every, fewer = small(**values), small(unused, **values)
+    fewer.get_submodule("transformer_blocks.0.attn").norm_k = torch.nn.RMSNorm(4)
     layers = {name.partition(".lo")[0].rpartition(".")[2] for name in named(fewer)}
     assert layers == ({"to_v"} if excluded else {"to_q", "to_v"})
     wanted = {n: p.detach().clone() for n, p in lora.lora_parameters(every).items()}

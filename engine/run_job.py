@@ -271,9 +271,9 @@ def begin_from_lora(run: RunContext, model: torch.nn.Module) -> bool:
 
 
 def kept_whole(model: torch.nn.Module, spec: RecipeKeys) -> list[torch.nn.Parameter]:
-    """Return the trained parameters that stay replicated where the rest is sharded."""
+    """Return the parameters that stay replicated where the rest is sharded."""
     if spec.model_type == "full":
-        return weights.trained_in_fp32(model)
+        return weights.computed_in_fp32(model)
     sharded = spec.lora_placement == "sharded"
     return [] if sharded else list(lora.lora_parameters(model).values())
 

@@ -26,7 +26,7 @@ from engine.model.adapters import lora
 from engine.model.adapters.training_adapter import add_training_adapter
 from engine.model.base_matmul import set_scaled
 from engine.model.files.published_packing import join_packed
-from engine.model.files.weights import stored_tensors, trained_in_fp32
+from engine.model.files.weights import computed_in_fp32, stored_tensors
 from engine.model.kernels import choose_attention
 from engine.model.meta_device import parameters_on_meta
 from engine.model.precision import compute_dtype, computes_alone, narrow_inputs, storage_dtype
@@ -280,7 +280,7 @@ def build(shape: Shape) -> Built:
             "check the model's config.json",
         ) from error
     family.freeze(model, spec)
-    in_fp32 = {id(parameter) for parameter in trained_in_fp32(model)}
+    in_fp32 = {id(parameter) for parameter in computed_in_fp32(model)}
     fp32 = {name for name, p in model.named_parameters() if id(p) in in_fp32}
     _set_precision(model, shape, fp32)
     quantize_layers(model, spec, family, _published(shape, family))

@@ -158,13 +158,13 @@ __all__ = [
     "StoredTensor",
     "build_on_meta",
     "check_precision",
+    "computed_in_fp32",
     "local_part",
     "materialise",
     "rows_of",
     "stored_tensors",
     "stream",
     "targets_of",
-    "trained_in_fp32",
 ]
 
 # Suffixes of the extra tensors that quantizers store: scales of fp8 files (ComfyUI,
@@ -333,17 +333,14 @@ def check_precision(model: torch.nn.Module, spec: RecipeKeys) -> None:
             raise RuntimeError(f"{name} is frozen and kept in {parameter.dtype}, not in {kept}")
 
 
-def trained_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return trained parameters that the model lists as needing fp32 in computations too.
+def computed_in_fp32(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return parameters that the model lists as needing fp32 in computations too.
 
-    A sharded unit gathers all its weights in one precision, so these stay replicated instead. They
-    are few: norms, shift tables, the time embedding.
+    A sharded unit gathers all its weights in one precision, so these stay replicated instead, also
+    those that a job freezes. They are few: norms, shift tables, the time embedding.
     """
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and _kept_in_fp32(model, name)
-    ]
+    named = model.named_parameters()
+    return [parameter for name, parameter in named if _kept_in_fp32(model, name)]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -347,12 +347,13 @@ def test_a_widened_layer_takes_what_its_file_has_and_zeros(
         load(directory, full(tmp_path))
 
 
-def test_what_is_trained_and_computes_in_fp32_is_what_the_model_lists(tmp_path: Path) -> None:
+def test_what_computes_in_fp32_is_what_the_model_lists(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", tiny_tensors())
     model = load(directory, full(tmp_path))
-    listed = weights.trained_in_fp32(model)
+    listed = weights.computed_in_fp32(model)
     assert {id(one) for one in listed} == {id(model.norm.weight), id(model.norm.bias)}
-    assert weights.trained_in_fp32(load(directory, lora(tmp_path))) == [], "frozen"
+    model.norm.requires_grad_(False)
+    assert len(weights.computed_in_fp32(model)) == len(listed), "as it computes with the others"
 
 
 def test_the_check_names_what_is_in_a_wrong_precision(tmp_path: Path) -> None:

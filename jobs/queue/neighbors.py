@@ -32,13 +32,13 @@ class Neighbor:
     """Another state directory.
 
     Attributes:
-        home: Its path where its jobs ran.
+        home: Its path where its jobs ran; None if its record is damaged.
         host: The name of that machine or container.
         jobs: Its jobs; None if they cannot be read from here.
         record: The file that says so.
     """
 
-    home: Path
+    home: Path | None
     host: str
     jobs: list[Job] | None
     record: Path
@@ -46,6 +46,8 @@ class Neighbor:
     @property
     def name(self) -> str:
         """Return its path, and its host if it is unknown here."""
+        if self.home is None:
+            return f"in {self.host}"
         return str(self.home) if self.jobs is not None else f"{self.home} of {self.host}"
 
 
@@ -68,13 +70,20 @@ def find_neighbors(home: Path) -> list[Neighbor]:
     others = []
     for file in sorted((cache_home() / _FOLDER).glob("*.json")):
         facts = read_json(file) or {}
-        there, inode = Path(str(facts.get("home", "?"))), facts.get("inode")
-        recorded = str(facts.get("residence", ""))
+        if not facts.keys() >= {"home", "inode", "residence"}:
+            others.append(Neighbor(None, "a damaged record", None, file))
+            continue
+        there, inode = Path(str(facts["home"])), facts["inode"]
+        recorded = str(facts["residence"])
         here = standing_of(recorded, cache_home()) is not Standing.ELSEWHERE
         with suppress(OSError):
-            # A volume has its path and inode in any container.
-            if there == home.resolve() and home.stat().st_ino == inode:
-                continue
+            if there == home.resolve():
+                # A volume has its path and inode in any container.
+                if home.stat().st_ino == inode:
+                    continue
+                if here:  # it was deleted, and this one is in its place
+                    file.unlink(missing_ok=True)
+                    continue
         jobs = None
         if here or is_shared(there):
             try:

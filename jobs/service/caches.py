@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +187,8 @@ def _check_unused(store: Store, names: Sequence[str]) -> None:
     for job, where in [*((job, "") for job in store.in_states(ACTIVE)), *there]:
         if job.state not in ACTIVE or not (used := [n for n in names if _may_use(job, n)]):
             continue
-        home = f"FSDP_TUI_HOME={job.run_dir.root.parent.parent} " if where else ""
+        there_home = shlex.quote(str(job.run_dir.root.parent.parent))
+        home = f"FSDP_TUI_HOME={there_home} " if where else ""
         stop = f"stop it first (`{home}fsdp-tui stop {job.id}`)"
         raise StateError(
             f"job {job.id} “{job.name}”{where} is {job.state} and may be using the cache {used[0]}",

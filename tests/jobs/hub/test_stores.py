@@ -410,7 +410,9 @@ def test_what_jobs_of_another_state_directory_read_is_kept(
     assert not new.exists()
 
 
-@pytest.mark.parametrize("unknown", ["elsewhere", "newer", "unreadable", "another volume"])
+@pytest.mark.parametrize(
+    "unknown", ["elsewhere", "newer", "unreadable", "another volume", "damaged record"]
+)
 def test_a_state_directory_that_cannot_be_read_from_here_may_have_jobs(
     bucket: Objects,
     store: Store,
@@ -436,6 +438,8 @@ def test_a_state_directory_that_cannot_be_read_from_here_may_have_jobs(
             db.execute("PRAGMA user_version=1000")
     elif unknown == "unreadable":
         other.path.write_bytes(b"?" * 4096)
+    elif unknown == "damaged record":
+        record.write_bytes(record.read_bytes()[:20])
     else:
         facts = json.loads(record.read_text())
         record.write_text(json.dumps(facts | {"inode": facts["inode"] + 1}))
@@ -461,6 +465,16 @@ def test_a_state_directory_that_was_deleted_is_forgotten(
     shutil.rmtree(other.home)
     clear(store, ["old_stores"])
     assert not old.exists()
+    assert not list((cache_home() / "state_directories").iterdir())
+
+
+def test_a_state_directory_that_was_made_anew_is_no_other_one(store: Store) -> None:
+    home = store.home
+    record_home(add_job(store).run_dir)
+    aside = home.rename(home.with_name("aside"))  # so that the new one has another inode
+    home.mkdir()
+    shutil.rmtree(aside)
+    clear(Store(home), ["latents"])
     assert not list((cache_home() / "state_directories").iterdir())
 
 

@@ -31,6 +31,7 @@ from engine.data.report import (
     changed_since,
     make_plan,
     make_report,
+    noun_beside,
     preserved_texts,
     sample_texts,
     summary,
@@ -493,7 +494,7 @@ def _index(run: RunContext) -> DataIndex:
         indexed = _build_index(run, path)
         run.arrive("index", {})
         if indexed is not None:
-            _report(*indexed, before, noun_of_references(run.spec), run.telemetry)
+            _report(*indexed, before, noun_beside(run.spec), run.telemetry)
     run.barrier.wait("index", ranks=1)
     run.words("index")
     return DataIndex.load(path)

@@ -20,7 +20,7 @@ from engine.data.read.masks import names_mask
 from engine.data.read.videos import has_sound
 from jobs.errors import UserError
 from jobs.paths import expand
-from jobs.spec.families import get_family, noun_of_references
+from jobs.spec.families import get_family, noun_of_references, takes_control_videos
 from jobs.spec.rules.buckets import Buckets, bucket_step, enlargement
 from jobs.spec.rules.steps import global_batch_size, preserves, total_steps, trains_to_base
 from jobs.spec.values.datasets import datasets_of, find_layout
@@ -384,11 +384,14 @@ def _count_sound(index: DataIndex) -> list[int]:
 
 def _references(spec: JobSpec, index: DataIndex) -> list[Any]:
     counts = {len(sample.references) for sample in index.samples}
-    roles = {each.role or "control" for sample in index.samples for each in sample.references}
-    if not roles:
-        return []
-    noun = noun_of_references(spec, roles=roles) if len(roles) == 1 else "conditioning image"
-    return [noun, min(counts), max(counts)]
+    return [noun_beside(spec), min(counts), max(counts)] if max(counts, default=0) else []
+
+
+def noun_beside(spec: JobSpec) -> str:
+    """Return what the conditioning images of a job's samples are called, of whatever role."""
+    roles = {role for dataset in datasets_of(spec) for role in dataset.roles}
+    several = len(roles) > 1 and takes_control_videos(spec)
+    return "conditioning image" if several else noun_of_references(spec, roles=roles)
 
 
 def _plural(count: int, noun: str) -> str:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _OTHER_ROLES: Final = (
     "; if these are reference images or fill masks, set conditioning_roles: reference or fill_mask"
 )
+_BLANK: Final = 4  # bytes of a caption file, at most, that is read to see whether it is blank
 _MOST_OPENED: Final = 5000  # images; in a larger folder hardly all are unusable
 
 
@@ -205,12 +206,18 @@ def check_prompt_images(spec: DataPlanKeys) -> None:
     """
     for request in requests_of(spec):
         for number, path in enumerate(request.conditioning):
+            role = request.roles[number : number + 1]
             if not expand(path).is_file():
-                role = request.roles[number : number + 1]
                 noun = noun_of_references(spec, of_prompts=True, roles=role)
                 raise SpecError(f"validation_prompts: no such {noun}: {path}")
-            still = expand(path).suffix.lower() in dataset_files.PICTURE_SUFFIXES
-            if still and request.frames > 1 and request.roles[number : number + 1] == ("control",):
+            suffix = expand(path).suffix.lower()
+            if suffix in dataset_files.VIDEO_SUFFIXES and role == ("reference",):
+                raise SpecError(
+                    f"validation_prompts: the reference image {path} is a video",
+                    "if it is a control video, set conditioning_roles: control in the prompt",
+                )
+            still = suffix in dataset_files.PICTURE_SUFFIXES
+            if still and request.frames > 1 and role == ("control",):
                 raise SpecError(
                     f"validation_prompts: the control video {path} is an image",
                     "if it is a reference image, set conditioning_roles: reference in the prompt",
@@ -323,7 +330,7 @@ def describe_missing(
     lost = [str(path) for path in alone.values()] if several else [path.name for path in alone]
     names = ", ".join(lost[:3]) + (", …" if len(lost) > 3 else "")
     return [
-        f"{len(alone)} of {len(samples)} images in {dataset.path}: no {noun} "
+        f"{len(alone)} of {_counted(samples)} in {dataset.path}: no {noun} "
         f"({names}), will be skipped."
     ]
 
@@ -383,9 +390,12 @@ def _is_image(path: Path) -> bool:
 
 
 def _has_caption(path: Path) -> bool:
-    """Return whether a sample has a caption file that is not empty."""
+    """Return whether a sample has a caption file with more in it than spaces."""
     files = (path.with_suffix(suffix) for suffix in dataset_files.CAPTION_SUFFIXES)
-    return any(file.is_file() and file.stat().st_size for file in files)
+    return any(
+        file.is_file() and (file.stat().st_size > _BLANK or file.read_bytes().strip())
+        for file in files
+    )
 
 
 # -- data look ------------------------------------------------------------------------------

@@ -378,19 +378,32 @@ def _roles(spec: DataPlanKeys) -> Conflict | None:
     """Check what conditioning images are said to be."""
     for key, what, named, count in _with_roles(spec):
         if named and not takes_control_videos(spec):
-            text = f"{what} has conditioning_roles, which only models with control videos have"
-            return Conflict(key, f"{text}; remove it", named=True)
+            return Conflict(
+                key,
+                f"{what} has conditioning_roles, which only models with control videos have; "
+                "remove it",
+                named=True,
+            )
         if named and len(named) != count:
-            text = f"{what} has {count} conditioning images and {len(named)} conditioning_roles"
-            return Conflict(key, f"{text}; name one for each", named=True)
+            images = f"{count or 'no'} conditioning image{'s' * (count != 1)}"
+            return Conflict(
+                key,
+                f"{what} has {images} and {len(named)} in conditioning_roles; name one for each",
+                named=True,
+            )
         roles = roles_of(named, count)
         for role in ("control", "fill_mask"):
             if roles.count(role) > 1:
-                text = f"{what} has several {NOUNS[role]}s; the model takes one"
-                return Conflict(key, text, named=True)
+                return Conflict(
+                    key, f"{what} has several {NOUNS[role]}s; the model takes one", named=True
+                )
         if key == "validation_prompts" and "fill_mask" in roles and "control" not in roles:
-            text = f"{what} has a fill mask and no control video, a part of which is filled in"
-            return Conflict(key, f"{text}; add it to conditioning_image", named=True)
+            return Conflict(
+                key,
+                f"{what} has a fill mask and no control video, a part of which is filled in; "
+                "add it to conditioning_image",
+                named=True,
+            )
     return None
 
 
@@ -482,7 +495,7 @@ def _count(spec: DataPlanKeys) -> Conflict | None:
             limit = f"at most {takes.most}" if takes.most > 1 else "only one"
             noun = "conditioning image" if takes.videos else takes.noun
             return Conflict(key, f"{what} has {count} {noun}s; the model takes {limit}", named=True)
-        if not count and takes.required:
+        if not count and takes.required and key != "validation_prompts":  # see `_needs`
             return Conflict(
                 key,
                 f"{what} has no {takes.noun}, which the model needs; set one of "

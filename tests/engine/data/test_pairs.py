@@ -156,6 +156,9 @@ def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
     assert "conditioning_roles: reference" in str(said.value.hint)
     reference = still | {"conditioning_roles": "reference"}
     assert check_dataset(load_spec(None, values | {"validation_prompts": [reference]})) == 4
+    moving = prompt | {"conditioning_roles": "reference"}
+    with pytest.raises(SpecError, match=r"reference image .*b.mp4 is a video"):
+        check_dataset(load_spec(None, values | {"validation_prompts": [moving]}))
     one = prompt | {"num_frames": 1, "conditioning_image": str(tmp_path / "control/c.png")}
     asked = load_spec(None, values | {"validation_prompts": [one]})
     ((frame,),) = prompt_conditions(*requests_of(asked), read_pictures(asked))
@@ -212,8 +215,9 @@ def test_reference_images_are_beside_videos_and_images(tmp_path: Path, place: st
     missing = lost.why.removesuffix(" does not exist").rpartition(": ")[2]
     assert missing.endswith({"path": "who/b.png", "suffix": "data/b_who.png"}[place])
     assert missing_partners(spec) == [
-        f"1 of 4 images in {tmp_path / 'data'}: no {noun} ({missing}), will be skipped."
+        f"1 of 4 images and videos in {tmp_path / 'data'}: no {noun} ({missing}), will be skipped."
     ]
+    assert make_report(spec, index, None).references == ["conditioning image", 3, 3]
     beside = ((64, 64, "reference"), (64, 64), (64, 64, "fill_mask"))
     assert index.samples[0].group == ((64, 64, 5), beside, False)
     index.save(tmp_path / "index.json")

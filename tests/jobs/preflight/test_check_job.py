@@ -257,7 +257,7 @@ def test_empty_captions_are_none(
     folder = make_data("empty", pictures=2)
     (folder / "0.txt").write_text("")
     assert check_job.check_dataset(read(job_values, dataset=str(folder))) == 2
-    (folder / "1.txt").write_text("")
+    (folder / "1.txt").write_text(" \n")
     (folder / "1.png").rename(folder / "1.mp4")
     spec = read(job_values, dataset=str(folder), model_family="ltx2", model_flavour="2-19b")
     with pytest.raises(SpecError, match=r"none of the 2 images and videos in .* has a caption"):

@@ -208,12 +208,12 @@ def test_others_names_are_read_and_paths_are_found(tmp_path: Path) -> None:
                 (
                     {"conditioning_suffix": ["_1", "_2"], "conditioning_roles": "reference"},
                     {},
-                    "d has 2 conditioning images and 1 conditioning_roles; name one for each",
+                    "d has 2 conditioning images and 1 in conditioning_roles; name one for each",
                 ),
                 (
                     {"conditioning_suffix": "_1"},
                     {"sample_prompts": [{"prompt": "p", "conditioning_roles": "reference"}]},
-                    '"p" has 0 conditioning images and 1 conditioning_roles; name one for each',
+                    '"p" has no conditioning images and 1 in conditioning_roles; name one for each',
                 ),
             )
         ),

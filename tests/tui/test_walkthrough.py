@@ -146,7 +146,8 @@ async def describe(me: Person) -> None:
         await me.press("tab")
         await me.until(lambda found=found: me.app.focused.value == found, found)  # type: ignore[union-attr, misc]
         await me.press("down")
-    await me.sees("✓ a flux model", "! no usable image in data")
+    await me.sees("✓ FLUX.1 model", "! no usable image in data")
+    await me.press("down")  # past several datasets
     assert me.has_focus("field-max_train_steps")
     await me.find("resolution")
     await me.paste("64")

@@ -5,6 +5,7 @@ where an encoder returns NaN.
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -40,9 +41,8 @@ def train(toy: Path, root: Path, **changes: Any) -> list[dict[str, Any]]:
     spec = toy_spec(toy, **values | changes)
     run_dir = RunDir(root / "run")
     run_dir.create()
-    telemetry = Telemetry(run_dir, 0)
-    run_job(spec, run_dir, World(0, 1, torch.device("cpu"), "single", "t"), telemetry)
-    telemetry.close()
+    with closing(Telemetry(run_dir, 0)) as telemetry:
+        run_job(spec, run_dir, World(0, 1, torch.device("cpu"), "single", "t"), telemetry)
     return [json.loads(line) for line in run_dir.events.read_text().splitlines()]
 
 

@@ -151,7 +151,7 @@ async def test_a_whole_job_is_described_and_queued_by_keys_alone(
         await pilot.press("down")
         await type_over(pilot, data.name)
         await until(pilot, lambda: "3 images" in note_of(app, "dataset"))
-        await pilot.press("down")
+        await pilot.press("down", "down")  # past several datasets
         await type_over(pilot, "5")
         await find_field(app, pilot, "mixed_precision")
         await pilot.press("n")  # by its first letter

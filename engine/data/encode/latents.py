@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
 MASK: Final = "mask"
 """Name of a mask's channels, beside the latents of what it leaves."""
-FILL_MASK: Final = "fill_mask"
-"""Role of the mask of a control video."""
 MASKING: Final = 1
 """Part of the cache keys: raise it when masks are drawn or applied in another way."""
 
@@ -140,7 +138,7 @@ class LatentKeys:
         if not self._controlled:
             return ()
         item, gray = self._index.samples[sample], self.gray(sample)
-        number, mask = role_of(item, ""), role_of(item, FILL_MASK)
+        number, mask = role_of(item, ""), role_of(item, "fill_mask")
         video = gray if number is None else self.reference(sample, view, number)
         if mask is None:
             return gray, video
@@ -188,7 +186,7 @@ def prepare_latents(
         item = index.samples[sample]
         seen = view_of(item, view, spec)
         drawn[keys(sample, view)] = item.name, partial(to_pixels, item, seen, spec)
-        mask = role_of(item, FILL_MASK)
+        mask = role_of(item, "fill_mask")
         for number, reference in enumerate(item.references):
             if mask is None or reference.role == "reference":
                 read = partial(reference_pixels, item, number, seen, spec)
@@ -381,7 +379,7 @@ def split_pixels(sample: Sample, view: View, spec: InputKeys, *, kept: bool) -> 
     Raises:
         UserError: A file changed after it was indexed.
     """
-    number, mask = role_of(sample, ""), role_of(sample, FILL_MASK)
+    number, mask = role_of(sample, ""), role_of(sample, "fill_mask")
     assert mask is not None, "it has one"
     part = reference_view(sample.references[mask], sample, view)
     frames = [

@@ -73,7 +73,7 @@ class SharedAttention(SampleAttention):
     """Attention of a rank's rows to all rows of their samples.
 
     Args:
-        gather: Returns all ranks' rows, `(1, S, D)`, of those of this rank. A collective.
+        gather: Collects the rows of all ranks, `(1, S, D)`, from each rank's own. A collective.
         rank: Which of the sequence's equal parts this rank has.
     """
 

@@ -39,6 +39,18 @@ if TYPE_CHECKING:
     from jobs.spec.job_spec import JobSpec
 
 
+def vace_job(root: Path, dataset: dict[str, Any]) -> dict[str, Any]:
+    """Return a job of Wan VACE on one dataset."""
+    return {
+        "pretrained_model_name_or_path": "m",
+        "model_family": "wan",
+        "model_flavour": "2.1-vace-1.3b",
+        "datasets": [dataset],
+        "resolution": 64,
+        "cache_dir": str(root / "cache"),
+    }
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., JobSpec]:
     def make(family: str = "flux", flavour: str = "kontext", **entry: Any) -> JobSpec:
@@ -110,15 +122,7 @@ def test_videos_are_conditioned_on_videos(tmp_path: Path) -> None:
     draw(tmp_path / "data/d.png", caption="d")
     draw(tmp_path / "control/d.png")
     entry = {"path": str(tmp_path / "data"), "conditioning_path": str(tmp_path / "control")}
-    values = {
-        "pretrained_model_name_or_path": "m",
-        "model_family": "wan",
-        "model_flavour": "2.1-vace-1.3b",
-        "datasets": [entry],
-        "resolution": 64,
-        "fps": 8,
-        "cache_dir": str(tmp_path / "cache"),
-    }
+    values = vace_job(tmp_path, entry) | {"fps": 8}
     spec = load_spec(None, values)
     index = build_index(spec)
     assert found(index) == {"a.mp4": ["a.mp4"], "b.mp4": ["b.mp4"], "d.png": ["d.png"]}
@@ -188,18 +192,12 @@ def test_reference_images_are_beside_videos_and_images(tmp_path: Path, place: st
         "suffix": ["_who", "_pose", "_hole"],
     }[place]
     roles = ["reference", "control", "fill_mask"]
-    values = {
-        "pretrained_model_name_or_path": "m",
-        "model_family": "wan",
-        "model_flavour": "2.1-vace-1.3b",
-        "datasets": [
-            {"path": str(tmp_path / "data"), f"conditioning_{place}": named}
-            | {"conditioning_roles": roles}
-        ],
-        "resolution": 64,
-        "fps": 8,
-        "cache_dir": str(tmp_path / "cache"),
+    entry = {
+        "path": str(tmp_path / "data"),
+        f"conditioning_{place}": named,
+        "conditioning_roles": roles,
     }
+    values = vace_job(tmp_path, entry) | {"fps": 8}
     spec = load_spec(None, values)
     index = build_index(spec)
     assert [sample.name for sample in index.samples] == ["a.mp4", "c.png", "d.mp4"]
@@ -254,16 +252,7 @@ def test_what_a_fill_mask_keeps_of_a_video(tmp_path: Path) -> None:
             "conditioning_path": [str(tmp_path / folder) for folder in folders.split()],
             "conditioning_roles": roles,
         }
-        values = {
-            "pretrained_model_name_or_path": "m",
-            "model_family": "wan",
-            "model_flavour": "2.1-vace-1.3b",
-            "datasets": [entry],
-            "resolution": 64,
-            "cache_dir": str(tmp_path / "cache"),
-            "random_flip": True,
-        }
-        spec = load_spec(None, values)
+        spec = load_spec(None, vace_job(tmp_path, entry) | {"random_flip": True})
         index = build_index(spec)
         keys = LatentKeys(spec, TensorCache(tmp_path / "cache", "latents"), tmp_path, index)
         seen[folders] = spec, index.samples[0], keys.control(0, 0), keys.control(0, 1)

@@ -103,8 +103,8 @@ class Run:
 
         Args:
             steps: How many.
-            left_out: The one of them, counted from 0, that the device finds spoilt; the optimizer
-                is told in each. Its gradients are NaN, and it is done again.
+            left_out: The step, counted from 0, whose gradients are NaN: the device skips it, and it
+                is then repeated with the right ones. Every step goes through `step_unless`.
         """
         losses: list[float] = []
         for step in range(steps):
